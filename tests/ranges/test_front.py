@@ -436,6 +436,11 @@ def test_a_page_on_two_runs_begins_with_what_changed():
     same = replace(broken(nan_from=99), events=())
     assert "No difference" in part(render(diff(same, same), ".html"), "header", "bar")
     assert "B in trouble" in part(render(diff(same, broken()), ".html"), "header", "bar")
+    equal = diff(same, same)
+    ranges = equal.models[0].ranges
+    to_fix = replace(ranges.second, verdict=replace(ranges.second.verdict, healthy=False))
+    one = replace(equal, models=(replace(equal.models[0], ranges=replace(ranges, second=to_fix)),))
+    assert "B needs fixing" in part(render(one, ".html"), "header", "bar")
 
 
 @pytest.mark.parametrize("width", [1440, 390])
@@ -597,7 +602,8 @@ def test_the_headline_says_where_and_when_it_began():
     finding = Finding("scale-too-low", "warning", "blocks.0.fc2", "It is.", {}, step=1200)
     assert began(report) == ""
     assert began(replace(report, findings=(finding,))) == "In 'blocks.0.fc2', from step 1,200 on"
-    assert began(replace(report, findings=(replace(finding, layer=""),))) == "In no single layer, from step 1,200 on"
+    assert began(replace(report, findings=(replace(finding, layer=""),))) == "From step 1,200 on, in no single layer"
+    assert began(replace(report, findings=(replace(finding, step=None),))) == "In 'blocks.0.fc2', in no single step"
     # Of an event the alarm says it.
     assert began(analyse(broken())) == ""
 

@@ -100,7 +100,7 @@ def test_a_culprit_of_a_kind_that_was_not_counted_shows_the_nearest_kind_and_say
         (
             {"module": "", "tensor": ""},
             [],
-            ("the model itself", "no tensor of it was counted", False),
+            ("the model itself", "shown: all tensors of the map", False),
             "Marked: the model itself",
         ),
         (
@@ -165,7 +165,7 @@ def test_a_finding_without_a_layer_says_that_no_single_layer_is_to_blame():
     finding = Finding("clip-before-unscale", "warning", "", "It is.", {}, step=3)
     given = data(replace(report, findings=(finding,)))["opening"]
     assert (given["kind"], given["marked"], given["near"]) == ("", [], [])
-    assert given["row"] == ["no single layer", "clip-before-unscale, from step 3 on", ""]
+    assert given["row"] == ["no single layer", "clip-before-unscale, from step 3 on", "shown: all tensors of the map"]
     assert given["words"] == "No single layer is to blame (clip-before-unscale, from step 3 on)."
 
 

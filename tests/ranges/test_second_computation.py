@@ -15,9 +15,11 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     BornInfinite,
     BrokenAlike,
+    ChangedChoices,
     ChangedIntegers,
     FrozenBuffer,
     LostSum,
+    RoundedArgument,
     Ties,
 )
 from mpinspect.shapes.record.live import LiveMatmuls
@@ -614,3 +616,187 @@ def test_buffers_that_no_longer_change_are_recorded(dtype, calls, frozen):
     assert all((record.unchanged, record.times) == (1.0, 3) for record in found.values())
     same = {name for name, buffer in model.named_buffers() if torch.equal(buffer, before[name])}
     assert same == frozen
+
+
+class Annealed:
+    """A number that a loop keeps in BF16 and lowers; each way returns it."""
+
+    def __init__(self, value):
+        self.value = torch.tensor(value, dtype=torch.bfloat16)
+
+    def in_place(self):
+        self.value.mul_(0.9985)
+
+    def assigned(self):
+        self.value = self.value * 0.9985
+
+    def copied(self):
+        self.value.copy_(self.value * 0.9985)
+
+    def divided(self):
+        self.value /= 1.0015
+
+    def interpolated(self):
+        self.value.lerp_(torch.zeros_like(self.value), 0.0015)
+
+    def in_place_above_a_bound(self):
+        self.value.mul_(0.9985).clamp_(min=0.3)
+
+    def assigned_above_a_bound(self):
+        self.value = torch.clamp(self.value * 0.9985, min=0.3)
+
+    def assigned_above_a_tensor(self):
+        self.value = torch.maximum(self.value * 0.9985, torch.tensor(0.3, dtype=torch.bfloat16))
+
+
+def lowered(way, value=1.0):
+    schedule = Annealed(value)
+    with Twice() as second:
+        for _ in range(3):
+            getattr(schedule, way)()
+    found = records(second, FrozenBuffer)
+    # Where it is named, it is where it was.
+    assert not found or schedule.value == torch.tensor(value, dtype=torch.bfloat16)
+    return found
+
+
+@pytest.mark.parametrize("way", [each for each in vars(Annealed) if not each.startswith("_")])
+def test_a_schedule_whose_steps_are_rounded_away_is_recorded_however_it_is_written(way):
+    (record,) = lowered(way)
+    assert (record.unchanged, record.text) == (1.0, "bfloat16")
+    assert record.names[1].startswith("test_second_computation.py:")
+
+
+@pytest.mark.parametrize("way", [each for each in vars(Annealed) if "above" in each])
+def test_a_schedule_at_its_lower_bound_rightly_stays(way):
+    # 0.3 is 0.30078125 in BF16, which the clamp restores.
+    assert lowered(way, 0.3) == []
+
+
+def test_changes_that_are_exact_or_of_no_size_are_not_recorded():
+    one, tiny, mask = torch.ones(4).bfloat16(), torch.full((4,), 1e-39).bfloat16(), torch.ones(100).bfloat16()
+    with Twice() as second:
+        one.mul_(1.0)
+        tiny.mul_(0.9985)
+        used = mask * 0.9985
+        values(100).bfloat16() * used
+    assert records(second, FrozenBuffer) == []
+
+
+def test_counts_that_an_index_adds_to_are_recorded_where_they_stop():
+    counts, where = torch.full((8,), 256.0).bfloat16(), torch.tensor([1, 3, 5])
+    with Twice() as second:
+        counts.index_add_(0, where, torch.ones(3).bfloat16())
+    (record,) = records(second, FrozenBuffer)
+    assert (record.names[0], record.unchanged) == ("index_add_", 1.0)
+    assert bool((counts == 256).all())
+
+
+def test_an_addition_of_integers_to_16_bits_has_a_second_run():
+    with Twice() as second:
+        (torch.arange(100) - values(100).bfloat16()).sum()
+    assert second.left_out() == ""
+
+
+def floors(position):
+    low, up = position.floor().long(), position.ceil().long()
+    return torch.zeros(128).scatter_add_(0, low, (up - position).float())
+
+
+@pytest.mark.parametrize(("dtype", "differ"), [(torch.bfloat16, True), (torch.float16, False), (torch.float32, False)])
+def test_positions_that_lose_their_fraction_are_recorded_where_they_become_indices(dtype, differ):
+    fraction = torch.rand(4000, generator=torch.Generator().manual_seed(0)) * 100
+    with Twice() as second:
+        floors(fraction.to(dtype) * 1.0)
+    found = records(second, ChangedChoices)
+    assert bool(found) is differ
+    for record in found:
+        exact, rounded = fraction, fraction.to(dtype)
+        up = record.exact < record.given
+        changed = (exact.floor() != rounded.floor()) if up else (exact.ceil() != rounded.ceil())
+        whole = (rounded == rounded.round()) & (exact != exact.round())
+        assert (record.changed, record.of) == (int(changed.sum()), 4000)
+        assert record.whole == pytest.approx(float(whole.float().mean()))
+
+
+def test_integers_that_are_only_compared_are_not_recorded():
+    position = torch.rand(4000, generator=torch.Generator().manual_seed(0)) * 100
+    with Twice() as second:
+        (position.bfloat16().floor().long() == 7).sum()
+    assert records(second, ChangedChoices) == []
+
+
+def test_a_mask_that_rounding_decides_is_recorded_where_it_is_used():
+    near, far = values(400) * 0.01 + 8, values(400, seed=1) * 0.01 + 8
+    with Twice() as second:
+        hard = near.bfloat16() * 1 < far.bfloat16() * 1
+        torch.where(hard, near, far)
+    (record,) = records(second, ChangedChoices)
+    exact = near < far
+    assert (record.names[0], record.changed, record.of) == ("lt", int((hard != exact).sum()), 400)
+
+
+def test_the_nearest_of_rounded_distances_is_recorded():
+    code, x = values(256, 16, seed=1) + 4, values(128, 16) + 4
+    with Twice() as second, torch.autocast("cpu", torch.bfloat16):
+        distances = x.bfloat16().square().sum(1)[:, None] + code.bfloat16().square().sum(1) - 2 * x @ code.T
+        chosen = distances.argmin(1)
+        code[chosen]
+    (record,) = records(second, ChangedChoices)
+    # The exact distances begin with FP32 values.
+    exact = (x.square().sum(1)[:, None] + code.square().sum(1) - 2 * x @ code.T).argmin(1)
+    assert record.names[0] == "argmin"
+    assert record.changed == pytest.approx(int((chosen != exact).sum()), abs=3)
+
+
+def probabilities(n=2000):
+    p = torch.rand(n, generator=torch.Generator().manual_seed(0)) + 0.5
+    return p / p.sum()
+
+
+@pytest.mark.parametrize("is_made_before", [True, False])
+def test_a_crowded_table_is_recorded_where_it_is_searched(is_made_before):
+    p, u = probabilities().bfloat16(), torch.rand(512, generator=torch.Generator().manual_seed(1))
+    table = p.cumsum(0).float()
+    with Twice() as second:
+        found = torch.searchsorted(table if is_made_before else p.cumsum(0).float(), u)
+        p[found.clamp_max(1999)]
+    (record,) = records(second, ChangedChoices)
+    assert (record.entries, record.distinct) == (2000, len(table.unique()))
+    assert record.distinct < 1000
+    exact = torch.searchsorted(p.float().cumsum(0), u)
+    assert (record.changed, record.of) == ((0, 0) if is_made_before else (int((found != exact).sum()), 512))
+
+
+def test_tables_that_are_exact_in_16_bits_or_have_empty_intervals_are_not_recorded():
+    u = torch.rand(512, generator=torch.Generator().manual_seed(1))
+    p = probabilities()
+    p[torch.arange(2000) % 4 > 0] = 0
+    offsets = torch.arange(0, 200).repeat_interleave(3).float()
+    with Twice() as second:
+        torch.bucketize(u.bfloat16(), torch.linspace(0, 1, 65).bfloat16())
+        p[torch.searchsorted((p / p.sum()).cumsum(0), u).clamp_max(1999)]
+        torch.searchsorted(offsets, u * 200)
+    assert records(second, ChangedChoices) == []
+
+
+def test_an_argument_near_zero_is_recorded_with_the_difference_that_made_it():
+    cosine = 1 - torch.rand(100, generator=torch.Generator().manual_seed(0)) * 0.01
+    with Twice() as second:
+        near = cosine.bfloat16()
+        distance = (2 - 2 * near)[:50].sqrt()
+        (distance + 1).sqrt()
+    (record,) = records(second, RoundedArgument)
+    exact, given = 2 - 2 * cosine[:50].double(), 2 - 2 * cosine[:50].bfloat16().double()
+    off = (given - exact).abs() / exact
+    assert (record.elements, record.of) == (int((off >= 0.5).sum()), 50)
+    assert record.given == pytest.approx(float(given[off.argmax()]))
+    assert record.exact == pytest.approx(float(exact[off.argmax()]), rel=1e-3)
+    assert int(record.names[3].partition(":")[2]) == int(record.names[1].partition(":")[2])
+
+
+def test_an_argument_that_is_zero_in_fp32_too_is_the_scripts_own():
+    x = values(100).bfloat16()
+    with Twice() as second:
+        (x * 1.01 - x * 1.01).sqrt()
+    assert records(second, RoundedArgument) == []

@@ -14,10 +14,13 @@ from mpinspect.ranges.records import (
     BornInfinite,
     BrokenAlike,
     ChangedBeforeStep,
+    ChangedChoices,
     ChangedIntegers,
     ExaminedArgument,
+    FrozenBuffer,
     MixedPowers,
     OverflowedNorm,
+    RoundedArgument,
 )
 from mpinspect.ranges.session import Event, OptimizerRecord, Precision, Progress, ScalerRecord
 
@@ -285,3 +288,63 @@ def test_gradients_divided_after_each_backward_are_named_beside_the_measured_fac
     assert finding.fix == "Divide the gradients once, after the last backward of the step."
     added = replace(divided, text="accumulated")
     assert "scaled-plus-unscaled" not in findings(added, measured, precision=FP16)
+
+
+@pytest.mark.parametrize(
+    ("operator", "buffer", "says", "code"),
+    [
+        (
+            "mul_",
+            "sampler.tau",
+            "multiplications in BF16 leave 100% of the buffer 'sampler.tau'",
+            'get_buffer("sampler.tau")',
+        ),
+        ("mul", "", "such as a schedule or a decaying average", "value.float()"),
+        ("add_", "calls", "additions in BF16 leave 100% of the buffer 'calls'", 'register_buffer("calls"'),
+        ("lerp_", "", "such as a moving average", "weight.detach().float()"),
+    ],
+)
+def test_a_tensor_that_stays_is_named_with_the_operator_that_leaves_it(operator, buffer, says, code):
+    record = FrozenBuffer(step=1, names=(operator, "train.py:7", "forward", buffer), text="bfloat16", unchanged=1.0)
+    finding = findings(record)["buffer-stops-changing"]
+    assert finding.severity == "warning"
+    assert says in finding.message
+    assert code in finding.code
+
+
+def choices(operator="_to_copy", **figures):
+    figures = {"changed": 300, "of": 3264, "given": 17, "exact": 18, **figures}
+    return ChangedChoices(step=1, names=(operator, "train.py:7", "forward"), text="bfloat16", **figures)
+
+
+def test_choices_are_named_with_what_rounding_did_to_their_numbers():
+    floors = findings(choices(whole=0.15))["choices-differ"]
+    assert (floors.severity, floors.certainty) == ("warning", "measured")
+    assert "300 of 3264, such as 17 in place of 18" in floors.message
+    assert "15% of these numbers have a fraction in FP32 and none in BF16" in floors.message
+    table = findings(choices("searchsorted", entries=4000, distinct=760))["choices-differ"]
+    assert "760 distinct values in 4000 entries" in table.message
+    assert "300 of 3264 results differ" in table.message
+    assert "cumsum" in table.code
+    before = findings(choices("bucketize", entries=4000, distinct=760, changed=0, of=0))["choices-differ"]
+    assert before.certainty == "inferred"
+    assert "results differ" not in before.message
+    nearest = findings(choices("argmin"))["choices-differ"]
+    assert "argmin of numbers in BF16 makes other integers" in nearest.message
+    assert nearest.code == ""
+
+
+def test_a_zero_that_the_precision_made_is_named_with_its_difference_and_is_computed_in_fp32():
+    names = ("sqrt", "train.py:7", "forward", "train.py:5")
+    rounded = RoundedArgument(step=1, names=names, text="bfloat16", elements=6, of=72, given=0.0, exact=0.0123)
+    examined = ExaminedArgument(name="head", step=4, text="a square root of zero, where ...", elements=1, bits=16)
+    finding = findings(rounded, examined, events=(broken(4),))["argument-out-of-range"]
+    assert "In step 1, which was computed twice, 6 of its 72 arguments were mostly rounding error, " in finding.message
+    assert "after the sum or difference in train.py:5: one was 0 in 16 bits and 0.0123 in FP32" in finding.message
+    assert "train.py:7" in finding.message
+    assert finding.fix.startswith("Compute the terms of this difference in FP32")
+    assert "Clamp it as well" in finding.fix
+    without = findings(examined, events=(broken(4),))["argument-out-of-range"]
+    assert without.fix.startswith("Add a small constant")
+    of_difference = replace(examined, text="a square root of zero, a difference of terms rounded to 16 bits, where ...")
+    assert findings(of_difference, events=(broken(4),))["argument-out-of-range"].fix == finding.fix

@@ -130,7 +130,7 @@ def test_all_buffers_of_the_first_broken_module_are_named():
     assert both.message.endswith("gives NaN.")
     variance = found("statistics-broken", broken[1])
     assert variance.message.startswith("running_var of '1' (FP32) has not been finite since step 5: ")
-    assert variance.message.endswith("gives the same output for every input, one with NaN gives NaN.")
+    assert variance.message.endswith("gives one output for all inputs, one with NaN gives NaN.")
 
 
 @pytest.mark.parametrize(("backoff", "is_static"), [(0.9999999, True), (0.5, False), (None, False)])
@@ -257,6 +257,21 @@ def test_a_logarithm_of_a_softmax_is_recognised(argument, is_softmax):
     assert found.what == ("of zero, the result of a softmax" if is_softmax else "of zero")
 
 
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: torch.asinh(x),
+        lambda x: torch.acosh(-x),
+        lambda x: torch.logcumsumexp(x, 0),
+        lambda x: torch.logaddexp(x, x),
+    ],
+    ids=["asinh", "acosh", "logcumsumexp", "logaddexp"],
+)
+def test_an_operation_whose_name_begins_like_anothers_has_a_domain_of_its_own(operator):
+    given = torch.tensor([-1.5, -3.0], requires_grad=True)
+    assert singular(operator(given).grad_fn) is None
+
+
 def test_log_softmax_is_suggested_for_a_logarithm_of_a_softmax():
     fixes = {}
     for text in ("a logarithm of zero", "a logarithm of zero, the result of a softmax"):
@@ -294,6 +309,17 @@ def test_a_negative_difference_of_rounded_terms_is_told_from_other_negative_numb
         dtype == torch.bfloat16
     )
     assert singular(other.grad_fn).what == "of a negative number"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_zero_is_said_to_be_a_rounded_difference_where_it_is_one(dtype):
+    narrow = torch.tensor([0.9999, 0.5], requires_grad=True).to(torch.bfloat16).to(dtype)
+    found = singular((2 - 2 * narrow)[:1].sqrt().grad_fn)
+    rounded = ", a difference of terms rounded to 16 bits" * (dtype == torch.bfloat16)
+    assert found.what == f"of zero{rounded}, where the root's derivative is infinite"
+    # The square of a difference may be zero in FP32 too.
+    square = singular((narrow - narrow).square().sum().sqrt().grad_fn)
+    assert square.what == "of zero, where the root's derivative is infinite"
     measured = Measurement("examined-argument", "", 8, {"elements": 1.0}, (), f"{found.operator} {found.what}")
     fix = globals()["found"]("argument-out-of-range", measured, events=(event(8),)).fix
     assert fix.startswith("Compute the terms of this difference in FP32") is (dtype == torch.bfloat16)

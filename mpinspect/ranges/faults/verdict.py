@@ -370,7 +370,7 @@ def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -
     """Return what to do after a healthy run, in one line; ``fp16``: the advice for FP16."""
     # A GradScaler begins at 2^16 by itself.
     start = (fp16.needed and fp16.recommended) or min(fp16.highest or _INITIAL, _INITIAL)
-    start_at = filled(" from {}", (fp16.needed or start != _INITIAL) and with_power(start))
+    start_at = f" from {with_power(start)}" * bool(fp16.needed or start != _INITIAL)
     figures = {"recommended": fp16.recommended, "used": session.last_scale, "start_at": start_at}
     if format == FLOAT16:
         return text(_next_in_float16(session, fp16), figures)

@@ -13,7 +13,7 @@ from mpinspect.ranges.report.scale_line import steps_and_samples
 from mpinspect.ranges.session import module_named
 from mpinspect.reporting.document import Block, Code, Front, Line, Listed, Tone, nonempty
 from mpinspect.reporting.finding import SEVERITIES
-from mpinspect.reporting.words import filled, time_taken
+from mpinspect.reporting.words import filled, time_taken, upper_first
 
 _DOCS = "https://github.com/mpinspect/mpinspect/blob/main/docs/"
 #: The pages that explain findings, and the ids on each.
@@ -85,14 +85,14 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
 
 
 def began(report: RangeReport) -> str:
-    """Return where and at which step the gravest finding began; "" if unknown, or if a page's alarm says so."""
+    """Return where and at which step the gravest finding began; "" without one, or if a page's alarm says so."""
     finding = next((each for each in report.findings if each.is_alarm), None)
     if finding is None or what_broke(report) is not None:
         return ""
-    when = filled(", from step {:,} on", finding.step)
+    when = filled("from step {:,} on", finding.step)
     if finding.layer:
-        return f"In {module_named(finding.layer)}{when}"
-    return when and f"In no single layer{when}"
+        return f"In {module_named(finding.layer)}, {when or 'in no single step'}"
+    return f"{upper_first(when)}, in no single layer" if when else "In no single layer or step"
 
 
 def listed(report: RangeReport, thing: str = "") -> Iterator[Listed]:

@@ -145,7 +145,7 @@ def _culprit(
         return Culprit("", ())
     place, step = finding.layer, filled(", from step {:,} on", finding.step)
     if not place:
-        row = ("no single layer", f"{finding.id}{step}", "")
+        row = ("no single layer", f"{finding.id}{step}", _stand_in("", ()))
         return Culprit("", (), row=row, words=f"No single layer is to blame ({finding.id}{step}).")
     kind, near, is_own = _nearest(place, "", place, layers, watched)
     if is_own:
@@ -186,9 +186,9 @@ def _beside(path: str, near: Sequence[str], layers: Sequence[LayerReport]) -> st
 
 
 def _stand_in(kind: str, near: Sequence[str]) -> str:
-    """Return whose values the row of a place shows of which nothing was counted; "" for none."""
+    """Return whose values the row of a place shows of which nothing was counted."""
     if not near:
-        return "no tensor of it was counted"
+        return "shown: all tensors of the map"
     of = repr(near[0]) if len(near) == 1 else "its parts"
     return f"shown: the {kind_named(kind).title.lower()} of {of}"
 

@@ -108,6 +108,9 @@ def _state(diff: RangeDiff) -> tuple[str, Tone]:
     if in_trouble:
         # The sentence begins with A, B or Both.
         return f"{in_trouble.split()[0]} in trouble", "error"
+    to_fix = [name for name, run in (("A", diff.first), ("B", diff.second)) if run.verdict.healthy is False]
+    if len(to_fix) == 1:
+        return f"{to_fix[0]} needs fixing", "warning"
     if diff.moved is not None:
         return f"They part at step {diff.moved.first_step:,}", "warning"
     if diff.differs is None:

@@ -15,7 +15,7 @@ from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.measuring import NARROW, Measuring, Run
+from mpinspect.ranges.faults.measure.measuring import NARROW, Measuring, Run, drawn
 from mpinspect.ranges.records import Average
 from mpinspect.runtime.garbage_collection import living
 
@@ -23,8 +23,6 @@ from mpinspect.runtime.garbage_collection import living
 _LOOKED_FOR = (8, 64)
 #: Minimum number of writes to a reported copy, and minimum unchanged share of its elements that differ from the weight.
 _FEWEST_WRITES, _MOST_UNMOVED = 3, 0.5
-#: Number of compared elements, evenly spaced in a tensor. Only these are copied.
-_ELEMENTS = 4096
 #: A tensor belongs to another network if its mean distance from every weight of its shape exceeds this multiple of the
 #: weight's mean magnitude.
 _FARTHEST = 0.5
@@ -73,7 +71,7 @@ class Averages(Measuring):
                 continue
             if not is_plain(copy.weight.parameter):
                 continue
-            now, weight = _drawn(tensor), _drawn(copy.weight.parameter.detach()).to(tensor.device, tensor.dtype)
+            now, weight = drawn(tensor), drawn(copy.weight.parameter).to(tensor.device, tensor.dtype)
             # An element that equals the weight has no reason to change.
             lags = now != weight
             counts.append(torch.stack([(lags & (now == copy.values)).sum(), lags.sum()]).cpu())
@@ -115,7 +113,7 @@ class Averages(Measuring):
             found = living(_TYPES, _MAY_BE_COPIES, (_SHAPE, shapes))
         for each in found:
             if id(each) not in ours and each.numel() > 1 and is_plain(each) and not each.is_inference():
-                values, alike = _drawn(each).clone(), shapes[tuple(each.shape)]
+                values, alike = drawn(each), shapes[tuple(each.shape)]
                 distances = [HostCopy(_distance(values, watched)) for watched in alike]
                 remember = partial(self._remember, weakref.ref(each), each._version, values, alike, distances)
                 self._arrivals.call(distances, remember)
@@ -135,18 +133,12 @@ class Averages(Measuring):
             self._copies[id(each)] = _Copy(tensor, version, values, alike[place])
 
 
-def _drawn(tensor: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced elements of the whole tensor."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _ELEMENTS)]
-
-
 def _distance(values: torch.Tensor, watched: WatchedParameter) -> torch.Tensor:
     """Return the mean distance of a copy from a weight of its shape, in mean magnitudes of the weight; inf for a zero weight.
 
     The result is on the weight's device.
     """
-    weight = _drawn(watched.parameter).float()
+    weight = drawn(watched.parameter).float()
     size = weight.abs().mean()
     distance = (values.to(weight.device, torch.float32, non_blocking=True) - weight).abs().mean() / size
     return distance.masked_fill(~(size > 0), math.inf)

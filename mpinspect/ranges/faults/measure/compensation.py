@@ -15,12 +15,13 @@ from mpinspect.numeric.formats import FORMATS, FloatFormat
 from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.measuring import NARROW, drawn
 from mpinspect.runtime.distributed import local_part
 
 #: Maximum number of steps that read an optimizer's states: tiny updates add up to a weight's spacing only after many steps.
 _MOST_STEPS = 12
-#: Maximum number of elements read from a tensor, and minimum number of non-zero ones for a judgement.
-_MOST_ELEMENTS, _FEWEST_ELEMENTS = 4096, 64
+#: Minimum number of non-zero elements for a judgement.
+_FEWEST_ELEMENTS = 64
 #: Maximum share of elements above the spacing: a rounding error is at most half of it, but may be larger at powers of two.
 _MOST_BEYOND_SPACING = 0.001
 #: Minimum share of elements above 1/16 of the spacing. Once updates have added up, 7 of 8 rounding errors are above it.
@@ -68,8 +69,8 @@ class Compensation:
             return
         self._looked[optimizer] = looked + 1
         part = local_part(weight)
-        values, format = HostCopy(_drawn(part)), FORMATS[dtype_name(part.dtype)]
-        states = [(name, HostCopy(_drawn(state))) for name, state in _states_like(optimizer, weight)]
+        values, format = HostCopy(drawn(part).double()), FORMATS[dtype_name(part.dtype)]
+        states = [(name, HostCopy(drawn(state).double())) for name, state in _states_like(optimizer, weight)]
         compare = partial(self._compare, weakref.ref(optimizer), states, values, format)
         self._arrivals.call([values, *(state for _, state in states)], compare)
 
@@ -132,7 +133,7 @@ def _sixteen_bit_weights(optimizer: _Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             part = local_part(parameter)
-            is_narrow = is_plain(part) and part.dtype in (torch.float16, torch.bfloat16)
+            is_narrow = is_plain(part) and part.dtype in NARROW
             if is_narrow and isinstance(optimizer.state.get(parameter), dict):
                 yield parameter
 
@@ -145,11 +146,3 @@ def _states_like(optimizer: _Optimizer, weight: torch.Tensor) -> Iterator[tuple[
             part = local_part(value)
             if is_plain(part) and part.shape == local_part(weight).shape:
                 yield str(name), part
-
-
-def _drawn(tensor: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced elements of a tensor in FP64."""
-    # An odd distance reaches all columns of a matrix whose row length is a power of two.
-    distance = -(-tensor.numel() // _MOST_ELEMENTS) | 1
-    places = torch.arange(0, tensor.numel(), distance, device=tensor.device)
-    return tensor.detach().take(places).double()

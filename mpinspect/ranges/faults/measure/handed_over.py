@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -23,12 +23,14 @@ from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward, Call, ParameterGradient
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
 from mpinspect.ranges.records import (
+    Change,
     ChangedBeforeStep,
     ChangedWhileScaled,
     LeftOver,
     MastersGivenSmaller,
     MissingGradients,
     NotOptimized,
+    Record,
     ReplacedBeforeStep,
     Stale,
     SteppedWhileScaled,
@@ -83,6 +85,9 @@ def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
         found = torch.stack(torch._foreach_norm(tensors, math.inf))
         return found.to(torch.promote_types(found.dtype, torch.float32))
     return torch.tensor([abs(read_largest(tensor)) for tensor in tensors], dtype=torch.float64, device="cpu")
+
+
+AnyChange = TypeVar("AnyChange", bound=Change)
 
 
 @dataclass
@@ -282,35 +287,39 @@ class HandedOver(Measuring):
             self._record_names(found)
         if not self._optimized or not self._ever:
             return
+        step, of = self._clock.step, len(self._parameters)
         never, only_ever = self._optimized - self._ever, self._ever - self._optimized
         missing: dict[str, list[str]] = {}
         for watched in self._parameters:
             if watched.parameter.requires_grad and watched.name in never:
                 missing.setdefault(self._how_called(watched.owner), []).append(watched.name)
         for how, names in missing.items():
-            self._record_names(
-                MissingGradients(step=self._clock.step, names=tuple(names), of=len(self._parameters), **{how: True})  # type: ignore[arg-type]
-            )
+            self._record_names(MissingGradients(step=step, names=tuple(names), of=of, **{how: True}))  # type: ignore[arg-type]
         left_out = [watched for watched in self._parameters if watched.name in only_ever]
         # An unknown tensor in an optimizer may be a copy of one of these parameters.
         if left_out and not self._masters.may_be_of(left_out):
-            elements = sum(watched.parameter.numel() for watched in self._parameters)
+            elements, idle = sum(watched.parameter.numel() for watched in self._parameters), self._masters.idle()
             share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
             names_left_out = tuple(watched.name for watched in left_out)
-            idle = self._masters.idle()
-            self._record_names(NotOptimized(step=self._clock.step, names=names_left_out, fraction=share, idle=idle))
+            self._record_names(NotOptimized(step=step, names=names_left_out, fraction=share, idle=idle))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _judge(self, step: int, seen: _Step, ever: frozenset[str]) -> None:
-        """Record the findings of one step; ``ever``: the parameters that had received a gradient before it."""
-        self._find_stale(step, seen, ever)
-        given = seen.read("given")
-        if given:
-            self._compare(step, seen, given)
-        if seen.is_measured and seen.backwards and seen.with_masters:
-            self._compare_masters(step, seen, {name: given[name] for name in given if name in seen.with_masters})
-        self._find_left_over(step, seen, len(given))
+        """Record the faults of one step; ``ever``: the parameters that had received a gradient before it."""
+        found = [*_stale(seen, ever), *_changed(seen), *_left_over(seen)]
+        given = {name: value for name, value in seen.read("given").items() if name in seen.with_masters}
+        handed = seen.read("masters")
+        # A loop may skip a step by passing no gradients to its optimizer.
+        is_skipped = bool(_broken(given)) and not handed
+        if seen.is_measured and seen.backwards and seen.with_masters and not is_skipped:
+            handed = dict.fromkeys(given, 0.0) | handed
+            change = _change(Change, ratios(given, handed), ())
+            self._divisors.append(1 / change.factor if change.is_uniform and change.factor else math.nan)
+            found += _changed_in_masters(seen, given, handed)
+        for record in found:
+            if record.names:
+                self._record_names(replace(record, step=step))
 
     def _how_called(self, module: str) -> str:
         """Return how a module was called in the observed steps: the name of a flag of ``MissingGradients``."""
@@ -322,107 +331,96 @@ class HandedOver(Measuring):
         """Add an optimizer's gradients to the record of a moment."""
         self._now.moments[moment].append(magnitudes(parameters))
 
-    def _compare(self, step: int, seen: _Step, given: Mapping[str, float]) -> None:
-        scaled, unscaled, handed = seen.read("scaled"), seen.read("unscaled"), seen.read("handed")
-        # A gradient that is None at the optimizer's step counts as zero.
-        handed = dict.fromkeys(seen.stepping, 0.0) | handed
-        self._find_divided_too_often(step, seen, scaled)
-        changed = ratios(given, scaled)
-        if any(ratio != 1 for ratio in changed.values()):
-            self._record_names(ChangedWhileScaled(step=step, names=_named(changed), **described(changed)._asdict()))
-        # The changes between the last known gradients (after unscaling if there is a scaler) and the optimizer's step.
-        before, moment = (unscaled, "unscaled") if unscaled else (given, "given")
-        factors = ratios(before, handed)
-        zeroed = [name for name, ratio in factors.items() if ratio == 0 or math.isnan(ratio)]
-        if zeroed or any(ratio != 1 for ratio in factors.values()):
-            by = None if seen.is_scaled else seen.multiplied_by
-            self._record_change(step, before, handed, seen.moments[moment], zeroed, multiplied_by=by)
-        still_scaled = {name: ratio for name, ratio in ratios(given, handed).items() if name in seen.still_scaled}
-        if still_scaled:
-            self._record_names(
-                SteppedWhileScaled(step=step, names=tuple(still_scaled), **described(still_scaled)._asdict())
-            )
-        replaced = [name for name in _broken(given) if math.isfinite(handed.get(name, math.nan))]
-        if replaced:
-            self._record_names(ReplacedBeforeStep(step=step, names=tuple(replaced), of=len(given)))
-
-    def _record_change(
-        self,
-        step: int,
-        before: Mapping[str, float],
-        after: Mapping[str, float],
-        moment: Sequence[Magnitudes],
-        zeroed: Sequence[str],
-        **figures: Any,
-    ) -> None:
-        """Record a change from ``before``, the values of a moment, to ``after``, the values that the optimizer receives."""
-        factors = ratios(before, after)
-        self._record_names(
-            ChangedBeforeStep(
-                step=step,
-                names=tuple(zeroed) or _named(factors),
-                **described(factors)._asdict(),
-                zeroed=len(zeroed),
-                sum_of_squares=math.fsum(part.sum_of_squares() for part in moment),
-                not_finite=len(_broken(before)),
-                nans=len(_broken(after)),
-                **figures,
-            )
-        )
-
-    def _compare_masters(self, step: int, seen: _Step, given: Mapping[str, float]) -> None:
-        """Record gradients that became zero (None counts as zero) or finite on their way to the masters."""
-        handed, broken = seen.read("masters"), _broken(given)
-        if broken and not handed:
-            # A loop may skip a step by passing no gradients to its optimizer.
-            return
-        handed = dict.fromkeys(given, 0.0) | handed
-        factors = ratios(given, handed)
-        change = described(factors)
-        self._divisors.append(1 / change.factor if change.is_uniform and change.factor else math.nan)
-        # With several backwards an earlier one may have been infinite, so only a single one is judged.
-        is_single = seen.backwards == 1
-        zeroed = [name for name, ratio in factors.items() if ratio == 0 or (is_single and math.isnan(ratio))]
-        if zeroed:
-            self._record_change(step, given, handed, seen.moments["given"], zeroed, masters=True)
-        replaced = [name for name in broken if is_single and 0 < handed[name] < math.inf]
-        if replaced:
-            self._record_names(ReplacedBeforeStep(step=step, names=tuple(replaced), of=len(given)))
-
-    def _find_divided_too_often(self, step: int, seen: _Step, scaled: Mapping[str, float]) -> None:
-        """Record gradients that a scaler divided a second time, or whose loss no scaler had scaled."""
-        never = [name for name in scaled if name in seen.never_scaled and scaled[name] > 0]
-        if never:
-            self._record_names(UnscaledNeverScaled(step=step, names=tuple(never), of=len(scaled)))
-        if seen.again is None:
-            return
-        kept, counts = seen.again
-        again = [name for name, value in kept.values.read().items() if value > 0 and name in counts]
-        if again:
-            times = max(counts[name] for name in again)
-            self._record_names(UnscaledAgain(step=step, names=tuple(again), of=len(counts), times=times))
-
-    def _find_stale(self, step: int, seen: _Step, ever: frozenset[str]) -> None:
-        """Record the gradients that the optimizer received although no backward of this step produced them."""
-        if not seen.arrived:
-            return
-        handed = seen.read("handed") | seen.read("masters")
-        stale = [name for name, value in handed.items() if value > 0 and name in ever and name not in seen.arrived]
-        if stale:
-            self._record_names(Stale(step=step, names=tuple(stale), parameters=len(stale), of=len(handed)))
-
     def _gradients_places(self) -> dict[str, int]:
         """Return the address of each plain gradient's memory."""
         gradients = ((watched.name, watched.parameter.grad) for watched in self._parameters)
         return {name: gradient.data_ptr() for name, gradient in gradients if is_plain(gradient)}
 
-    def _find_left_over(self, step: int, seen: _Step, number: int) -> None:
-        """Record gradients left over at the step's first backward, unless a later backward began with zeros (zero_grad())."""
-        left = [found.values.read() for found in seen.left]
-        old = [name for first in left[:1] for name, value in first.items() if value > 0 and name in seen.in_place]
-        if old and all(any(value > 0 for value in values.values()) for values in left):
-            largest = max(left[0].values())
-            self._record_names(LeftOver(step=step, names=tuple(old), parameters=len(old), of=number, largest=largest))
+
+# -- rules over the evidence of a step: they yield records, those without names if nothing is wrong ----------------------
+
+
+def _changed(seen: _Step) -> Iterator[Record]:
+    """Yield the changes of gradients between their backward, the scaler's division and the optimizer's step."""
+    given, scaled, unscaled = seen.read("given"), seen.read("scaled"), seen.read("unscaled")
+    if not given:
+        return
+    yield from _divided_too_often(seen, scaled)
+    factors = ratios(given, scaled)
+    yield _change(ChangedWhileScaled, factors, _named(factors))
+    # A gradient that is None at the optimizer's step counts as zero.
+    handed = dict.fromkeys(seen.stepping, 0.0) | seen.read("handed")
+    # The changes between the last known gradients (after unscaling if there is a scaler) and the optimizer's step.
+    before, moment = (unscaled, "unscaled") if unscaled else (given, "given")
+    zeroed = [name for name, ratio in ratios(before, handed).items() if ratio == 0 or math.isnan(ratio)]
+    by = None if seen.is_scaled else seen.multiplied_by
+    yield _changed_before_step(seen, moment, before, handed, zeroed, multiplied_by=by)
+    still = {name: ratio for name, ratio in ratios(given, handed).items() if name in seen.still_scaled}
+    yield _change(SteppedWhileScaled, still, still)
+    replaced = [name for name in _broken(given) if math.isfinite(handed.get(name, math.nan))]
+    yield ReplacedBeforeStep(names=tuple(replaced), of=len(given))
+
+
+def _changed_in_masters(seen: _Step, given: Mapping[str, float], handed: Mapping[str, float]) -> Iterator[Record]:
+    """Yield gradients that became zero (None counts as zero) or finite on their way to the masters."""
+    # With several backwards an earlier one may have been infinite, so only a single one is judged.
+    is_single = seen.backwards == 1
+    factors = ratios(given, handed)
+    zeroed = [name for name, ratio in factors.items() if ratio == 0 or (is_single and math.isnan(ratio))]
+    if zeroed:
+        yield _changed_before_step(seen, "given", given, handed, zeroed, masters=True)
+    replaced = [name for name in _broken(given) if is_single and 0 < handed[name] < math.inf]
+    yield ReplacedBeforeStep(names=tuple(replaced), of=len(given))
+
+
+def _changed_before_step(
+    seen: _Step,
+    moment: str,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    zeroed: Sequence[str],
+    **figures: Any,
+) -> ChangedBeforeStep:
+    """Return the change from ``before``, values of a moment, to ``after``, the values that the optimizer receives."""
+    factors = ratios(before, after)
+    return _change(
+        ChangedBeforeStep,
+        factors,
+        zeroed or _named(factors),
+        zeroed=len(zeroed),
+        sum_of_squares=math.fsum(part.sum_of_squares() for part in seen.moments[moment]),
+        not_finite=len(_broken(before)),
+        nans=len(_broken(after)),
+        **figures,
+    )
+
+
+def _divided_too_often(seen: _Step, scaled: Mapping[str, float]) -> Iterator[Record]:
+    """Yield gradients that a scaler divided a second time, or whose loss no scaler had scaled."""
+    never = [name for name in scaled if name in seen.never_scaled and scaled[name] > 0]
+    yield UnscaledNeverScaled(names=tuple(never), of=len(scaled))
+    if seen.again is not None:
+        kept, counts = seen.again
+        again = [name for name, value in kept.values.read().items() if value > 0 and name in counts]
+        times = max((counts[name] for name in again), default=0)
+        yield UnscaledAgain(names=tuple(again), of=len(counts), times=times)
+
+
+def _stale(seen: _Step, ever: frozenset[str]) -> Iterator[Record]:
+    """Yield the gradients that the optimizer received although no backward of this step produced them."""
+    if seen.arrived:
+        handed = seen.read("handed") | seen.read("masters")
+        stale = [name for name, value in handed.items() if value > 0 and name in ever and name not in seen.arrived]
+        yield Stale(names=tuple(stale), parameters=len(stale), of=len(handed))
+
+
+def _left_over(seen: _Step) -> Iterator[Record]:
+    """Yield gradients left over at the step's first backward, unless a later backward began with zeros (zero_grad())."""
+    left = [found.values.read() for found in seen.left]
+    old = [name for first in left[:1] for name, value in first.items() if value > 0 and name in seen.in_place]
+    if old and all(any(value > 0 for value in values.values()) for values in left):
+        largest, of = max(left[0].values()), len(seen.read("given"))
+        yield LeftOver(names=tuple(old), parameters=len(old), of=of, largest=largest)
 
 
 def _constant_factor(losses: Sequence[torch.Tensor]) -> float | None:
@@ -458,23 +456,13 @@ def _broken(values: Mapping[str, float]) -> list[str]:
     return [name for name, value in values.items() if not math.isfinite(value)]
 
 
-def _named(ratios: Mapping[str, float]) -> tuple[str, ...]:
-    return tuple(name for name, ratio in ratios.items() if ratio != 1)
+def _named(ratios: Mapping[str, float]) -> list[str]:
+    return [name for name, ratio in ratios.items() if ratio != 1]
 
 
-class Described(NamedTuple):
-    """The fields of a ``Change``."""
-
-    factor: float
-    is_uniform: bool
-    of: float
-
-
-def described(ratios: Mapping[str, float]) -> Described:
-    """Return the gradients' median factor of change, whether all share it, and the number of gradients."""
+def _change(kind: type[AnyChange], ratios: Mapping[str, float], names: Iterable[str], **figures: Any) -> AnyChange:
+    """Return the record of a change by these factors: their median, and whether all gradients share it."""
     finite = [ratio for ratio in ratios.values() if math.isfinite(ratio)]
-    if not finite:
-        return Described(math.nan, False, len(ratios))
-    factor = statistics.median(finite)
-    is_uniform = all(abs(ratio - factor) <= _SAME * abs(factor) for ratio in finite)
-    return Described(factor, is_uniform, len(ratios))
+    factor = statistics.median(finite or [math.nan])
+    is_uniform = bool(finite) and all(abs(ratio - factor) <= _SAME * abs(factor) for ratio in finite)
+    return kind(names=tuple(names), factor=factor, is_uniform=is_uniform, of=len(ratios), **figures)

@@ -20,8 +20,8 @@ from mpinspect.ranges.records import Record
 
 #: The dtypes whose sums lose terms.
 NARROW = (torch.float16, torch.bfloat16)
-#: Maximum number of names in one record.
-_MOST_NAMES = 200
+#: Maximum number of names in one record, and of elements that are drawn from a tensor.
+_MOST_NAMES, _MOST_DRAWN = 200, 4096
 
 
 class Run(NamedTuple):
@@ -112,3 +112,10 @@ class Sent(NamedTuple):
         """Return each name's number, or list of numbers. Waits for the device if the copies are not complete."""
         rows = zip(self.names, self.copies, strict=True)
         return {name: row for names, copy in rows for name, row in zip(names, copy.values().tolist(), strict=True)}
+
+
+def drawn(tensor: torch.Tensor) -> torch.Tensor:
+    """Return at most 4,096 evenly spaced elements of a tensor; only these are copied."""
+    # An odd distance reaches all columns of a matrix whose row length is a power of two.
+    distance = -(-tensor.numel() // _MOST_DRAWN) | 1
+    return tensor.detach().take(torch.arange(0, tensor.numel(), distance, device=tensor.device))

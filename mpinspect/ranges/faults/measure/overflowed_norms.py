@@ -17,7 +17,7 @@ from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of, receive
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
-from mpinspect.ranges.faults.measure.measuring import Measuring, Run
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
 from mpinspect.ranges.faults.measure.singularities import SAME_VALUES, is_packed
 from mpinspect.ranges.records import OverflowedNorm
 
@@ -118,7 +118,7 @@ class OverflowedNorms(Measuring):
             return
         nodes = graph([loss.grad_fn for loss in losses], _MOST_NODES)
         nodes.sort(key=lambda node: int(node._sequence_nr()))
-        roots: dict[torch.device, list[tuple[_Root, Callable[[], str | None]]]] = {}
+        roots: list[tuple[_Root, Callable[[], str | None]]] = []
         for node in nodes:
             # A saved tensor that was changed since can't be read, and a custom function may save other attributes.
             with suppress(RuntimeError, AttributeError):
@@ -128,13 +128,12 @@ class OverflowedNorms(Measuring):
                     if not root.elements.is_cpu:
                         # The graph is freed before the elements have reached the host.
                         where = partial(_same, where())
-                    roots.setdefault(root.elements.device, []).append((root, where))
-        if not roots:
-            return
-        finite = [loss.isfinite().all() for loss in losses]
-        for found in roots.values():
-            copies = [HostCopy(torch.stack([root.elements for root, _ in found])), *map(HostCopy, finite)]
-            self._arrivals.call(copies, partial(self._judge, self._clock.step, found, copies))
+                    roots.append((root, where))
+        if roots:
+            finite = [HostCopy(loss.isfinite().all()) for loss in losses]
+            elements = Sent.of((str(place), root.elements) for place, (root, _) in enumerate(roots))
+            judge = partial(self._judge, self._clock.step, roots, elements, finite)
+            self._arrivals.call([*elements.copies, *finite], judge)
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Forget the step's modules; record the roots that have reached the host."""
@@ -147,12 +146,15 @@ class OverflowedNorms(Measuring):
         self._is_narrow = False
         self._spans.clear()
 
-    def _judge(self, step: int, roots: list[tuple[_Root, Callable[[], str | None]]], copies: list[HostCopy]) -> None:
+    def _judge(
+        self, step: int, roots: list[tuple[_Root, Callable[[], str | None]]], elements: Sent, finite: list[HostCopy]
+    ) -> None:
         """Record the roots of infinity, unless a loss is not finite."""
-        elements, *finite = (copy.values() for copy in copies)
-        if not all(map(bool, finite)):
+        if not all(bool(copy.values()) for copy in finite):
             return
-        for (root, where), number in zip(roots, elements.tolist(), strict=True):
+        numbers = elements.read()
+        for place, (root, where) in enumerate(roots):
+            number = numbers[str(place)]
             # The graph may contain another model's code, which belongs to that model's record.
             if number and (module := where()) is not None:
                 self._tell(step, module, root, float(number))

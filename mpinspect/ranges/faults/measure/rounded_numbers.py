@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.ranges.capture.largest import has_memory
 from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.twins import reference
 from mpinspect.ranges.records import Positions
 from mpinspect.runtime.device import is_capturing
 
@@ -127,7 +128,7 @@ class RoundedNumbers:
             after = _representable(int(largest), source.dtype)
             numbers = Positions(largest=largest, before=largest + 1, after=after, is_table=False)
             numbers = replace(numbers, name=where(), text=dtype_name(source.dtype))
-            self._remember(source, _Rounded("", numbers, _reference(source)))
+            self._remember(source, _Rounded("", numbers, reference(source)))
 
     def _scaled(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
         """Follow a phase or an angle; its whole numbers may have been made before the step."""
@@ -157,7 +158,7 @@ class RoundedNumbers:
         numbers = _collapsed(exact.flatten(), rounded.flatten())
         if numbers is not None:
             numbers = replace(numbers, name=where(), text=dtype_name(result.dtype))
-            self._remember(result, _Rounded(operator, numbers, _reference(result)))
+            self._remember(result, _Rounded(operator, numbers, reference(result)))
 
     def _is_worth_reading(self, source: Any, result: Any) -> bool:
         """Return whether values may be compared; subtract the cost from the remaining allowance."""
@@ -189,7 +190,7 @@ class RoundedNumbers:
             for each in given if isinstance(given, (list, tuple)) else (given,):
                 origin = self._of(each)
                 if origin is not None and origin.hops < _MOST_HOPS:
-                    self._remember(result, origin._replace(storage=_reference(result), hops=origin.hops + 1))
+                    self._remember(result, origin._replace(storage=reference(result), hops=origin.hops + 1))
                     return
 
     def _multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
@@ -234,11 +235,6 @@ def _is_readable(tensor: Any) -> bool:
         and (tensor.is_cpu or tensor.is_cuda)
         and has_memory(tensor)
     )
-
-
-def _reference(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return an object that reserves the address of a tensor's storage, but not its memory."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def _part(tensor: torch.Tensor, keep: int | None = None) -> torch.Tensor:

@@ -19,9 +19,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.numeric.exponents import ratio
-from mpinspect.ranges.faults.measure.kept_sums import KeptSums
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices
+from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.faults.measure.twins import (
     TWIN_DTYPES,
@@ -30,6 +33,7 @@ from mpinspect.ranges.faults.measure.twins import (
     have_one_layout,
     is_equal,
     is_finite,
+    reference,
     storage_key,
 )
 from mpinspect.ranges.records import (
@@ -41,6 +45,7 @@ from mpinspect.ranges.records import (
     LostSum,
     Positions,
     Record,
+    RoundedArgument,
     Ties,
 )
 from mpinspect.reporting.words import filled, number_of
@@ -59,17 +64,26 @@ _SUMS = frozenset(
     }
 )
 _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
-#: The same, and the moving average in place.
-_ADDING = _ADDITIONS | {aten.lerp_}
 #: Operators that may make a large relative error of a small one.
-_AMPLIFYING = _ADDING | {
-    *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
-}
+_AMPLIFYING = (
+    _ADDITIONS
+    | {aten.lerp_}
+    | {
+        *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
+    }
+)
 _PRODUCTS = frozenset({aten.mm, aten.addmm})
 #: Multiplications from which on a product takes longer than choosing its kernel.
 _LARGE_PRODUCT = 1 << 24
 #: Operators that change no value but by its dtype.
 _CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
+#: Operators that are infinite, or have an infinite derivative, at zero, and the place of the argument.
+_EDGES = {
+    **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.log, aten.log2, aten.reciprocal, aten.pow), 0),
+    aten.div: 1,
+}
+#: Operators whose result has values of their first argument.
+_CARRYING = _CASTS | {aten.clamp, aten.clamp_min, aten.clamp_max, aten.relu, aten.abs}
 #: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
 _DECIDING = frozenset(
     {
@@ -99,6 +113,8 @@ _ABSORBED = 0.5
 _FEWEST = 64
 #: The fewest rows of scores of which a top k is judged, and the least share of them whose choice is arbitrary.
 _FEWEST_ROWS, _LEAST_TIED = 8, 0.01
+#: The least error of an argument near zero, relative to its exact value.
+_FAR_OFF = 0.5
 #: The inherited error after a difference, and before it.
 _CANCELLED, _UNCANCELLED = 0.3, 0.05
 
@@ -114,6 +130,7 @@ class Pending(NamedTuple):
         dtype: of its first argument, if that is a tensor.
         is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
         node: the sequence number of its autograd node; None if it has none.
+        old: the 16-bit values that an operator of the forward changes in place, before it does; None for other operators.
         frame: its caller's, once it has run.
     """
 
@@ -125,6 +142,7 @@ class Pending(NamedTuple):
     dtype: torch.dtype | None
     is_cast: bool
     node: int | None
+    old: torch.Tensor | None
     frame: Any = None
 
 
@@ -149,6 +167,7 @@ class SecondComputation:
             storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
         }
         self._kept = KeptSums((parameter for _, parameter in self._parameters), narrow)
+        self._choices = Choices()
         self._numbers = RoundedNumbers(self._kept.is_old)
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
@@ -171,6 +190,10 @@ class SecondComputation:
         #: The norms of (error times gradient of the loss) by sequence number, and the sequence number by the record's id.
         self._effects: dict[int, float] = {}
         self._nodes: dict[int, int] = {}
+        #: By operator, the argument near zero that was furthest from its exact value.
+        self._arguments: dict[str, RoundedArgument] = {}
+        #: The lines of sums and differences, by the storage of their result.
+        self._lines_of: dict[int, tuple[StorageWeakRef, str]] = {}
         #: Additions of few elements, by line: each alone may be absorbed by chance.
         self._repeated: defaultdict[str, list[AbsorbedOperand]] = defaultdict(list)
 
@@ -183,6 +206,8 @@ class SecondComputation:
         try:
             if self._errors:
                 self._weigh(args)
+            if self._choices:
+                self._choices.use(func, _leaves((*args, *kwargs.values())))
             return self._prepare(func, args, kwargs)
         except Exception:
             self.skipped[func.overloadpacket.__name__] += 1
@@ -207,7 +232,8 @@ class SecondComputation:
             self._forget(mutated)
             return None
         has_twin = any(self.twin(each) is not None for each in tensors)
-        if not has_twin and not any(each.dtype in _NARROW for each in tensors) and kwargs.get("dtype") not in _NARROW:
+        is_narrow = any(each.dtype in _NARROW for each in tensors) or kwargs.get("dtype") in _NARROW
+        if not (has_twin or is_narrow or func.overloadpacket in SEARCHING):
             return None
         if self._is_used_up():
             self._end()
@@ -233,7 +259,9 @@ class SecondComputation:
         dtype = getattr((*args, None)[0], "dtype", None)
         self._narrow = next((each.dtype for each in tensors if each.dtype in _NARROW), self._narrow)
         is_cast = func.overloadpacket in _CASTS and all(map(self._twins.is_cast, tensors))
-        return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors))
+        is_changed = func.overloadpacket in CHANGING_IN_PLACE and dtype in _NARROW and _is_in_forward()
+        old = args[0].detach().clone() if is_changed else None
+        return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors), old)
 
     def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
         """Run the operator again on the twins of its arguments, and compare the results."""
@@ -257,7 +285,9 @@ class SecondComputation:
             if func.overloadpacket is aten.topk:
                 self._compare_choice(pending)
             args, kwargs = pending.arguments
-            twins = _plain(_run(func, args, kwargs))
+            exact = _run(func, args, kwargs)
+            self._compare_choices(pending, result, exact)
+            twins = _plain(exact)
             given = {storage_key(each) for each in _leaves(args) if isinstance(each, torch.Tensor)}
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
@@ -299,15 +329,59 @@ class SecondComputation:
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         operator = pending.func.overloadpacket
+        # An operator that overwrites its arguments can be run again only once.
+        local = cache(partial(_local, pending, twin))
+        is_rounded = value.dtype in _NARROW and _is_in_forward()
+        if pending.exact is not None and _is_in_forward():
+            self._compare_argument(pending, value)
         if not is_finite(value):
-            self._compare_broken(pending, value, twin, _local(pending, twin))
-        elif operator in _SUMS and value.dtype in _NARROW:
-            self._compare_sum(pending, value, _local(pending, twin))
+            self._compare_broken(pending, value, twin, local())
+            return
+        if is_rounded and pending.node is None:
+            self._compare_kept(pending, value, local)
+        if operator in _SUMS and value.dtype in _NARROW:
+            self._compare_sum(pending, value, local())
         elif operator in _AMPLIFYING:
-            if operator in _ADDING and value.dtype in _NARROW and torch._C._current_autograd_node() is None:
-                self._compare_addition(pending, value, twin)
+            if operator in _ADDITIONS and is_rounded:
+                self._compare_addition(pending, value, local)
             if value.numel() >= _FEWEST:
                 self._compare_errors(pending, value, twin)
+
+    def _compare_argument(self, pending: Pending, value: torch.Tensor) -> None:
+        """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
+        operator, given = pending.func.overloadpacket, pending.given[0]
+        if operator in _ADDITIONS or operator is aten.rsub:
+            self._lines_of[storage_key(value)] = reference(value), innermost_line(pending.frame)
+        elif operator in _CARRYING and _is_plain(given[0]) and storage_key(given[0]) in self._lines_of:
+            self._lines_of[storage_key(value)] = reference(value), self._lines_of[storage_key(given[0])][1]
+        is_smooth = operator is aten.pow and not (isinstance(given[1], (int, float)) and given[1] < 1)
+        if operator not in _EDGES or is_smooth or not _is_plain(argument := given[_EDGES[operator]]):
+            return
+        exact = pending.arguments[0][_EDGES[operator]]
+        # An exact zero is the script's own.
+        error = ((argument.float() - exact) / exact).abs().nan_to_num(0, 0)
+        worst, elements = int(error.argmax()), float((error >= _FAR_OFF).sum())
+        name = operator.__name__
+        if not elements or (name in self._arguments and elements <= self._arguments[name].elements):
+            return
+        figures = {"given": float(argument.flatten()[worst]), "exact": float(exact.flatten()[worst])}
+        record = self._record(RoundedArgument, pending, argument, elements=elements, of=error.numel(), **figures)
+        _, difference = self._lines_of.get(storage_key(argument), (None, ""))
+        self._arguments[name] = replace(record, names=(*record.names, difference))
+
+    def _compare_kept(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
+        """Judge a change of a tensor that persists from step to step."""
+        args, operator = pending.given[0], pending.func.overloadpacket
+        if arrives(operator, args, value.dtype):
+            return
+        describe = partial(self._record, pending=pending, result=value)
+        if pending.old is not None and self._kept.keeps(args[0]):
+            before, change = _operands(pending, local())
+            self._kept.changed(value, before, change, describe)
+        elif operator in CHANGING:
+            for kept in args[: 1 + (operator is aten.mul)]:
+                if self._kept.keeps(kept):
+                    self._kept.replaced(value, kept, local, describe)
 
     def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor) -> None:
         """Record a sum that has lost terms."""
@@ -339,38 +413,33 @@ class SecondComputation:
                 elements = float(broken.sum())
                 self._add(BrokenAlike, pending, value, elements=elements, of=of, from_finite=from_finite)
 
-    def _compare_addition(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
+    def _compare_addition(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
         is_in_place = pending.func._schema.is_mutable
         given = pending.given[0][:2]
+        if is_in_place and pending.node is None and self._kept.keeps(given[0]):
+            return
         # Of a result that is no tensor of the script's own yet, a few elements are worth a look.
-        is_old = is_in_place or value.numel() < _FEWEST
-        is_kept = pending.node is None and is_old and any(map(self._kept.keeps, given[: 2 - is_in_place]))
+        is_kept = pending.node is None and value.numel() < _FEWEST and any(map(self._kept.keeps, given))
         if not (is_in_place or is_kept) and (not _are_alike(given, value) or _are_comparable(pending, value)):
             # A small number, as against a division by zero, may be lost; a running sum in place may not.
             return
-        local, wide = _local(pending, twin), value.float()
-        operands = _operands(pending, local)
-        if is_kept and len(operands) == 2:
+        wide, operands = value.float(), _operands(pending, local())
+        if is_kept and not is_in_place and len(operands) == 2:
             describe = partial(self._record, pending=pending, result=value)
-            if is_in_place:
-                self._kept.added_in_place(value, operands[0], operands[1], describe)
-                return
             by_size = sorted(zip(operands, given, strict=True), key=lambda each: float(each[0].abs().max()))
             if self._kept.keeps(by_size[1][1]):
                 self._kept.added(value, by_size[1][0], by_size[0][0], describe)
-        if pending.func.overloadpacket is aten.lerp_:
-            return
         if not _are_alike(operands, value):
             return
         least = min(float(each.norm()) for each in operands)
-        error = float((wide - local).norm())
+        error = float((wide - local()).norm())
         if not least or (value.numel() >= _FEWEST and error < _ABSORBED * least):
             return
-        unchanged = float((local != 0).logical_and(_equals_one(wide, operands)).float().mean())
+        unchanged = float((local() != 0).logical_and(_equals_one(wide, operands)).float().mean())
         figures = {"error": error / least, "unchanged": unchanged, "size": least / value.numel() ** 0.5}
         if value.numel() >= _FEWEST:
-            self._add(AbsorbedOperand, pending, value, wide - local, **figures)
+            self._add(AbsorbedOperand, pending, value, wide - local(), **figures)
         else:
             record = self._record(AbsorbedOperand, pending, value, **figures)
             self._repeated[record.names[1]].append(record)
@@ -392,14 +461,16 @@ class SecondComputation:
         is_tied = (last == best[..., 1]) & (exact[..., 0] != exact[..., 1]) & (last != 0) & last.isfinite()
         share = float(is_tied.float().mean())
         if share >= _LEAST_TIED:
-            record = self._record(Ties, pending, scores, fraction=share, k=k, scores=scores.shape[dim])
-            self._found[Ties].append(replace(record, text=str(self._narrow).removeprefix("torch.")))
+            figures = {"fraction": share, "k": k, "scores": scores.shape[dim], "text": dtype_name(self._narrow)}
+            self._found[Ties].append(self._record(Ties, pending, scores, **figures))
 
     def _compare_integers(self, pending: Pending, value: Any) -> None:
         """Record whole numbers that were rounded before they are made integers."""
         exact = pending.arguments[0][0]
-        is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
-        if not pending.is_cast or pending.exact is None or not is_integer or not bool((exact == exact.round()).all()):
+        if not _is_integer(value) or pending.exact is None:
+            return
+        if not pending.is_cast or not bool((exact == exact.round()).all()):
+            self._compare_choices(pending, value, exact.to(value.dtype))
             return
         differ = (value.float() - exact).abs()
         if bool(differ.any()):
@@ -407,6 +478,25 @@ class SecondComputation:
             given, wanted = float(value.flatten()[worst]), float(exact.flatten()[worst])
             changed, of = float(differ.count_nonzero()), float(value.numel())
             self._add(ChangedIntegers, pending, value, changed=changed, of=of, given=given, exact=wanted)
+
+    def _compare_choices(self, pending: Pending, result: Any, exact: Any) -> None:
+        """Record integers and masks that follow from rounding errors."""
+        operator, given = pending.func.overloadpacket, pending.given[0]
+        table = given[SEARCHING[operator]] if operator in SEARCHING else None
+        if not _is_in_forward():
+            return
+        describe = partial(self._record, pending=pending, result=result, text=dtype_name(self._narrow))
+        if pending.exact is None:
+            if table is not None:
+                self._choices.searched(table, describe)
+            return
+        if operator in ROUNDING:
+            self._choices.rounded(result, given[0], pending.arguments[0][0])
+        if operator not in CHOOSING | _DECIDING:
+            return
+        for value, wanted in zip(_leaves([result]), _leaves([exact]), strict=True):
+            if _is_integer(value) or value.dtype is torch.bool:
+                self._choices.chosen(given[0], value, wanted, table, describe)
 
     def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         """Record a result that is mostly the error of its inputs."""
@@ -452,7 +542,7 @@ class SecondComputation:
         """Return how much a record's error changes the loss, to first order; None if that is unknown."""
         return self._effects.get(self._nodes.get(id(record), -1))
 
-    def _record(self, kind: type[Any], pending: Pending, result: torch.Tensor, **figures: float) -> Any:
+    def _record(self, kind: type[Any], pending: Pending, result: torch.Tensor, **figures: Any) -> Any:
         node = torch._C._current_autograd_node()
         if node is None:
             module, phase = self._module(), "forward"
@@ -460,9 +550,10 @@ class SecondComputation:
             module, phase = self._modules.get(node._sequence_nr(), ""), "backward"
         names = (pending.func.overloadpacket.__name__, innermost_line(pending.frame), phase)
         # The dtype in which numbers were rounded before they became integers.
-        rounded = result.dtype if result.is_floating_point() else pending.dtype
+        is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
+        rounded = result.dtype if is_float else pending.dtype
         dtype = str(rounded).removeprefix("torch.")
-        return kind(name=module, names=names, text=dtype, **figures)
+        return kind(**{"name": module, "names": names, "text": dtype, **figures})
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -478,6 +569,7 @@ class SecondComputation:
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
+        found += [*self._arguments.values(), *self._choices.used]
         worsts: tuple[tuple[type[Record], str], ...] = (
             (LostSum, "error"),
             (AbsorbedOperand, "error"),
@@ -563,6 +655,7 @@ class SecondComputation:
         if pending.func.overloadpacket in _DECIDING:
             decided = pending.func(*args, **kwargs)
             if not torch.equal(value, decided):
+                self._compare_choices(pending, value, decided)
                 self._twins.add(value, decided, is_cast=False)
                 return
         self._forget([value])
@@ -606,18 +699,15 @@ def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
 
 
 def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
-    """Return the two tensors that an operator has added, in FP32; a number as a tensor without dimensions."""
+    """Return the two tensors whose sum an operator has made, in FP32; a number as a tensor without dimensions."""
     args, kwargs = pending.exact or pending.arguments
+    if pending.old is not None and pending.func.overloadpacket not in _ADDITIONS:
+        return [pending.old.float(), total - pending.old.float()]
     operands = [torch.as_tensor(each, dtype=torch.float32, device=total.device) for each in args[:2]]
-    if pending.func.overloadpacket is aten.lerp_:
-        before = (total - args[2] * operands[1]) / (1 - args[2])
-        operands = [before.to(pending.dtype or total.dtype).float(), total - before]
-    elif len(operands) == 2 and pending.func._schema.is_mutable:
+    if pending.old is not None:
         # The first was overwritten by the second computation.
-        added = kwargs.get("alpha", 1) * operands[1]
-        if pending.func.overloadpacket in (aten.sub, aten.sub_):
-            added = -added
-        operands = [(total - added).to(pending.dtype or total.dtype).float(), added]
+        sign = -1 if pending.func.overloadpacket is aten.sub_ else 1
+        operands = [pending.old.float(), sign * kwargs.get("alpha", 1) * operands[1]]
     return operands
 
 
@@ -647,6 +737,17 @@ def _is_plain(value: Any) -> bool:
 def _may_have_twin(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is strided, of torch's own class, and one of decisions, or of numbers in 32 bits or fewer."""
     return tensor.dtype in TWIN_DTYPES and not tensor.is_meta and not _is_strange(tensor)
+
+
+def _is_integer(value: Any) -> bool:
+    """Return whether a value is a tensor of integers."""
+    return isinstance(value, torch.Tensor) and not (
+        value.is_floating_point() or value.is_complex() or value.dtype is torch.bool
+    )
+
+
+def _is_in_forward() -> bool:
+    return torch._C._current_autograd_node() is None
 
 
 def _node_of(tensors: list[torch.Tensor]) -> int | None:
@@ -750,7 +851,7 @@ def _are_comparable(pending: Pending, value: torch.Tensor) -> bool:
     operands, numbers = pending.given
     if numbers or value.numel() < _FEWEST:
         return False
-    return min(float(each.norm()) for each in operands[:2]) > _LEAST_KEPT * float(value.norm())
+    return min(float(each.float().norm()) for each in operands[:2]) > _LEAST_KEPT * float(value.norm())
 
 
 def _equals_one(total: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:

@@ -151,7 +151,8 @@ def _at_edge(operator: str, saved: str, *edges: tuple[str, Callable[[torch.Tenso
 
     def find(node: Any, name: str) -> _Found:
         kept = getattr(node, saved)
-        found = (_argument(operator, what or _negative(node), where(kept)) for what, where in edges)
+        named = ((what.replace("of zero,", f"{_zero(node)},") or _negative(node), where) for what, where in edges)
+        found = (_argument(operator, what, where(kept)) for what, where in named)
         return next(filter(None, found), None)
 
     return find
@@ -163,7 +164,8 @@ def _log(node: Any, name: str) -> _Found:
     below = given < edge
     if bool(below.any()):
         return _argument("a logarithm", _negative(node), below)
-    what = "of zero" + ", the result of a softmax" * _is_softmax(node.next_functions[0][0])
+    made = _maker(node)
+    what = _zero(node) + ", the result of a softmax" * (made is not None and made.name().startswith("Softmax"))
     return _argument("a logarithm", what, given == edge)
 
 
@@ -172,14 +174,23 @@ def _negative(node: Any) -> str:
     below = graph([node], _NEARBY)[1:]
     is_difference = any(each.name().startswith(("Sub", "Rsub")) for each in below)
     is_rounded = any(dtype.itemsize == 2 for each in below if (dtype := dtype_of(each)) is not None)
-    return "of a negative number" + ", a difference of terms rounded to 16 bits" * (is_difference and is_rounded)
+    return "of a negative number" + _ROUNDED_DIFFERENCE * (is_difference and is_rounded)
 
 
-def _is_softmax(node: Any) -> bool:
-    """Return whether a node returns a softmax's values, or some of them."""
+def _zero(node: Any) -> str:
+    """Return an argument that is zero in words: if it is a difference in 16 bits itself, rounding may have made it."""
+    made = _maker(node)
+    is_difference = made is not None and made.name().startswith(("Sub", "Rsub"))
+    dtype = dtype_of(made) if is_difference else None
+    return "of zero" + _ROUNDED_DIFFERENCE * (dtype is not None and dtype.itemsize == 2)
+
+
+def _maker(node: Any) -> Any:
+    """Return the node that made the values of a node's argument; None for a leaf."""
+    node = node.next_functions[0][0]
     while node is not None and node.name().startswith((*SAME_VALUES, *_SOME_VALUES)):
         node = node.next_functions[0][0]
-    return node is not None and node.name().startswith("Softmax")
+    return node
 
 
 def _divide(node: Any, name: str) -> _Found:
@@ -251,7 +262,7 @@ def _power(node: Any, name: str) -> _Found:
     if exponent in (0, 1):
         return None
     return _argument(operator, _negative(node), base < 0) or _argument(
-        operator, "of zero, where the power's derivative is infinite", base == 0
+        operator, f"{_zero(node)}, where the power's derivative is infinite", base == 0
     )
 
 
@@ -357,6 +368,8 @@ _NEARBY = 12
 _SOME_VALUES = ("Index", "Gather", "Select", "Slice", "Clamp")
 #: torch's number for reduction="mean".
 _MEAN = 1
+#: Follows an argument that may be rounding error.
+_ROUNDED_DIFFERENCE = ", a difference of terms rounded to 16 bits"
 #: Nodes that apply a mask to scores, and these with the nodes that may add one.
 _MASKING = ("MaskedFill", "Where", "MaskedScatter", "CopySlices", "IndexPut")
 _MAY_MASK = frozenset((*_MASKING, "Add", "Sub"))
@@ -380,14 +393,11 @@ class _Finders(dict[str, _Finder | None]):
 _BEYOND_ONE = ("of a magnitude of 1 or more, where its derivative is infinite", lambda given: given.abs() >= 1)
 _INFINITE = _Finders(("Mul", _infinite_factor), ("Div", _infinite_numerator))
 _FINDERS = _Finders(
-    # Other operations, whose names begin like a logarithm's.
-    ("LogsumexpBackward0", None),
-    ("LogSigmoidBackward0", None),
-    ("LogicalAndBackward0", None),
     ("LogSoftmax", _softmax),
     ("Softmax", _softmax),
     ("SafeSoftmax", _softmax),
-    ("Log", _log),
+    # Other operations' names begin alike: logaddexp, acosh.
+    *((f"{name}Backward", _log) for name in ("Log", "Log1p", "Log2", "Log10", "Logit")),
     (
         "Sqrt",
         _at_edge(
@@ -402,7 +412,7 @@ _FINDERS = _Finders(
     ("Div", _divide),
     ("Pow", _power),
     ("Exp", _at_edge("exp", "_saved_result", ("of a number too large for its result", torch.isinf))),
-    *((name, _at_edge(name.lower(), "_saved_self", _BEYOND_ONE)) for name in ("Acos", "Asin", "Atanh")),
+    *((f"{name}Backward", _at_edge(name.lower(), "_saved_self", _BEYOND_ONE)) for name in ("Acos", "Asin", "Atanh")),
     ("ScaledDotProduct", _attention),
     ("NllLoss", _loss),
     ("BinaryCrossEntropy", _loss),

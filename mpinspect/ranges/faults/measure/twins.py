@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 #: The dtypes of twins, by those of their tensors.
 TWIN_DTYPES = {**dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32), torch.bool: torch.bool}
@@ -151,6 +152,11 @@ def _died(twins: weakref.ref[Twins], key: int, storage: Any) -> None:
 def storage_key(tensor: torch.Tensor) -> int:
     """Return the key of a tensor's storage, unique while the storage lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def reference(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return an object that reserves the key of a tensor's storage, but not its memory."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,7 @@ class _Running(Sentences):
     )
     GIVES_NAN = "Evaluation gives NaN."
     GIVES_A_CONSTANT = (
-        "In evaluation a channel whose variance is infinite gives the same output for every input, one with NaN gives "
-        "NaN."
+        "There a channel with an infinite variance gives one output for all inputs, one with NaN gives NaN."
     )
     WRITTEN = "A forward that was not finite wrote {them}; skipping its step does not undo that."
     STUCK = (
@@ -132,12 +131,10 @@ class _Loss(Sentences):
         "inside it exceeds {largest:g}{although}."
     )
     CANCELS = (
-        "{what} is computed in {dtype:format} (autograd's {made_by}): each of its terms is rounded to {bits} bits (a relative "
+        "{what} is computed in {dtype:format}{made_by}: each of its terms is rounded to {bits} bits (a relative "
         "2^-{bits}), so that where they nearly cancel only rounding error is left."
     )
-    ROUNDED_ONCE = (
-        "{what} is computed in {dtype:format} (autograd's {made_by}): its value and first gradient have {bits} bits."
-    )
+    ROUNDED_ONCE = "{what} is computed in {dtype:format}{made_by}: its value and first gradient have {bits} bits."
     OF_ANY_LOSS = "That is so whatever the dtype of the loss that it is added to."
     ON_A_CPU_ONLY = "Within autocast this is so on a CPU only: CUDA's autocast computes it in FP32."
 
@@ -221,7 +218,8 @@ def _term(term: LossTerm, case: Case) -> Found:
 
 
 def _rounding(loss: WholeLoss | LossTerm) -> dict[str, object]:
-    return {"bits": SIGNIFICAND_BITS[loss.text], "made_by": " of ".join(loss.names[:4]).lower()}
+    made_by = bracketed(filled("autograd's {}", " of ".join(loss.names[:4]).lower()))
+    return {"bits": SIGNIFICAND_BITS[loss.text], "made_by": made_by}
 
 
 def _is_rounded_once(loss: WholeLoss) -> bool:

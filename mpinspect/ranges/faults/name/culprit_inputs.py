@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
@@ -10,6 +10,7 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
+    AnyRecord,
     BornInfinite,
     BrokenAlike,
     Examined,
@@ -19,7 +20,9 @@ from mpinspect.ranges.records import (
     ExaminedMask,
     ExaminedTarget,
     ExaminedZeroRow,
+    Record,
     ReplacedBeforeStep,
+    RoundedArgument,
     WeightGrowth,
 )
 from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event
@@ -80,7 +83,7 @@ def _elements(measured: Examined) -> str:
 def _examined(
     case: Case,
     measured: Examined,
-    says: Sequence[Sentences],
+    says: Sequence[Sentences | None],
     fix: Said,
     code: Said,
     words: Mapping[str, object],
@@ -209,6 +212,11 @@ class _Argument(Sentences):
     GRADIENT_BROKEN = "The loss is finite, but its gradient is not."
     ALL_BROKEN = "The values computed from it are not finite."
 
+    ROUNDED = (
+        "In step {rounded.step}, which was computed twice, {rounded.elements:.0f} of its {rounded.of:.0f} arguments were mostly "
+        "rounding error{difference}: one was {rounded.given:.3g} in 16 bits and {rounded.exact:.3g} in FP32."
+    )
+
     AT_AN_EDGE = (
         "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the "
         "gradient of the discarded value is computed too."
@@ -218,6 +226,7 @@ class _Argument(Sentences):
         "Compute the terms of this difference in FP32, from inputs in FP32: rounding to 16 bits makes an error of up to 0.4% of "
         "the largest term, which may exceed the difference."
     )
+    EQUAL_TERMS = "Clamp it as well: a difference of equal terms is zero in FP32, too."
     COUNT_TARGETS = "Divide by the number of targets that count, at least 1, or leave such a batch out."
     CTC = (
         "Leave out the samples whose target, with a blank between equal labels, is longer than its input, or lengthen the "
@@ -302,6 +311,11 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         fix, code = next(
             (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
         )
+        rounded = _of_operation(case.recorded(RoundedArgument), measured)
+        difference = rounded.names[-1] if rounded else ""
+        if difference and fix is _Argument.AT_AN_EDGE:
+            fix, code = _REMEDIES["rounded to 16 bits"]
+        also = _Argument.EQUAL_TERMS.when(fix is _Argument.ROUNDED_DIFFERENCE and "of zero" in measured.text)
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
         words = {
@@ -309,12 +323,14 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             "place": _place(_module(case, measured), event),
             "line": filled(" in {}", _line(case, measured)),
             "expression": code and code.value,
+            "rounded": rounded,
+            "difference": filled(", after the sum or difference in {}", difference),
         }
         yield _examined(
             case,
             measured,
-            [_Argument.COMPUTES, _effect(measured, event)],
-            (fix, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
+            [_Argument.COMPUTES, _effect(measured, event), _Argument.ROUNDED.when(rounded)],
+            (fix, also, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
             _Argument.WITHOUT_AUTOCAST.when(code and is_narrow) or code,
             words,
             is_mild=event is None,
@@ -336,13 +352,20 @@ _DESCRIBED = {
 
 
 def _line(case: Case, measured: Examined) -> str:
-    """Return the line of the operation in the user's code, if the step was computed twice and is not finite there."""
-    for record in (*case.recorded(BornInfinite), *case.recorded(BrokenAlike)):
-        operator, line, phase = record.names[:3]
+    """Return the line of the operation in the user's code, if a step in which it is singular was computed twice."""
+    kinds: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, RoundedArgument)
+    found = _of_operation((record for kind in kinds for record in case.recorded(kind)), measured)
+    return found.names[1] if found else ""
+
+
+def _of_operation(records: Iterable[AnyRecord], measured: Examined) -> AnyRecord | None:
+    """Return the first record of a step computed twice that belongs to the same operation of a forward."""
+    for record in records:
+        operator, _, phase = record.names[:3]
         words = _DESCRIBED.get(operator.rstrip("_"))
         if phase == "forward" and words and words in measured.text:
-            return line
-    return ""
+            return record
+    return None
 
 
 def _effect(measured: Examined, event: Event | None) -> _Argument:

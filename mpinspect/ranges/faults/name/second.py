@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
-from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.name.case import Case, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
@@ -15,6 +15,7 @@ from mpinspect.ranges.records import (
     Average,
     BornInfinite,
     BrokenAlike,
+    ChangedChoices,
     ChangedIntegers,
     ExaminedArgument,
     FrozenBuffer,
@@ -316,47 +317,64 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
 
 class _Kept(Sentences):
     BUFFER_STOPS = (
-        "In step {step}, in {place}, additions in {dtype:format} leave {unchanged:percent} of the buffer {buffer!r} as it was: "
-        "the terms are below half a unit in the last place of its values."
+        "In step {step}, in {place}, {changes} in {dtype:format} leave {unchanged:percent} of the buffer {buffer!r} as it was: "
+        "they change it by less than half a unit in the last place of its values."
     )
     STOPS = (
-        "In step {step}, in {place}, additions leave {unchanged:percent} of a tensor unchanged that persists from step to step "
-        "in {dtype:format}, such as a moving average: the terms are below half a unit in the last place of its values."
+        "In step {step}, in {place}, {changes} leave {unchanged:percent} of a tensor unchanged that persists from step to step "
+        "in {dtype:format}, such as {such_as}: they change it by less than half a unit in the last place of its values."
     )
     WILL_STOP = (
         "In step {step}, in {place}, {term:.3g} is added to a sum of {total:.4g} that persists from step to step in "
         "{dtype:format}, whose numbers lie {unit:g} apart there: it will not grow beyond about {stops_at:.3g}."
     )
     BUFFER_IN_FP32 = "Keep this buffer in FP32, and add FP32 terms to it."
+    BUFFER_SCALED_IN_FP32 = (
+        "Keep this buffer in FP32, or compute it from the step's number. A cast of the model casts its buffers too."
+    )
     IN_FP32 = "Keep this tensor in FP32, and add FP32 terms to it."
+    SCALED_IN_FP32 = "Keep this tensor in FP32, or a schedule's number as a Python float."
     NUMBER = "Keep this sum in FP32 or as a Python number; a counter is best an integer."
     REGISTER = 'self.register_buffer("{name}", torch.zeros(shape, dtype=torch.float32))'
+    UNCAST = "buffer = model.get_buffer({path})\nbuffer.data = buffer.data.float()  # after model.to(dtype)"
+    FLOAT = "value = value.float()  # once; or a number, as value = start * rate**step"
     CAST = (
         "average = weight.detach().float().clone()\naverage.mul_(decay).add_(weight.detach().float(), alpha=1 - decay)"
     )
     ITEM = "total += loss.item()"
 
 
+#: In words, the operators that change a tensor by an amount that depends on its own size.
+_SCALING = {"mul": "multiplications", "div": "divisions", "pow": "powers", "lerp": "interpolations"}
+
+
 def _sum_stops(case: Case) -> Iterator[Found]:
-    """A moving average, running sum or counter in 16 bits that no longer changes, or will not for long.
+    """A moving average, running sum, counter or schedule in 16 bits that no longer changes, or will not for long.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: A sum that is set to zero again in time only rounds its terms. That it will stop is inferred from one addition a
-    step, and information if it would not within the run.
+    False alarms: A sum that is set to zero again in time only rounds its terms. A number at the bound of a clamp is left out.
+    That a sum will stop is inferred from one addition a step, and information if it would not within the run.
     """
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
         if not buffer and case.has(Average):
             # Another fault names this average already.
             continue
-        yield _found(
-            frozen,
-            _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS,
-            _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.IN_FP32,
-            _Kept.REGISTER.when(buffer) or _Kept.CAST,
-            {"buffer": buffer, "name": buffer.rpartition(".")[2]},
-        )
+        changes = _SCALING.get(frozen.names[0].strip("_"), "additions")
+        is_scaled = changes not in ("additions", "interpolations")
+        fix, code = _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.IN_FP32, _Kept.REGISTER.when(buffer) or _Kept.CAST
+        if is_scaled:
+            fix = _Kept.BUFFER_SCALED_IN_FP32.when(buffer) or _Kept.SCALED_IN_FP32
+            code = _Kept.UNCAST.when(buffer) or _Kept.FLOAT
+        words = {
+            "buffer": buffer,
+            "name": buffer.rpartition(".")[2],
+            "path": quoted(buffer),
+            "changes": changes,
+            "such_as": ("a moving average", "a schedule or a decaying average")[is_scaled],
+        }
+        yield _found(frozen, _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS, fix, code, words)
     stopped = {frozen.names[:2] for frozen in case.recorded(FrozenBuffer)}
     for growing in _by_place(case.recorded(GrowingSum), "total"):
         left = (growing.stops_at - growing.total) / growing.term
@@ -442,6 +460,65 @@ def _integers_rounded(case: Case) -> Iterator[Found]:
         yield _found(changed, _Integers.CHANGED, _Integers.APART, _Integers.CAST_THE_REST)
 
 
+class _Choices(Sentences):
+    OTHERS = (
+        "In step {step}, in {place}, {choice} of numbers in {dtype:format} makes other integers than in FP32: {changed:.0f} of "
+        "{of:.0f}, such as {given:.0f} in place of {exact:.0f}. They are used as indices or weights."
+    )
+    OTHER_MASK = (
+        "In step {step}, in {place}, {choice} decides otherwise of numbers in {dtype:format} than in FP32, in {changed:.0f} of "
+        "{of:.0f} elements. The result is used as a mask."
+    )
+    NO_FRACTION = (
+        "{whole:percent} of these numbers have a fraction in FP32 and none in {dtype:format}, so that their floor is their "
+        "ceiling."
+    )
+    CROWDED = (
+        "In step {step}, in {place}, {choice} searches a table in {dtype:format}, which has {distinct:.0f} distinct values in "
+        "{entries:.0f} entries: the others are never found."
+    )
+    OF_THEM = "{changed:.0f} of {of:.0f} results differ from FP32's."
+    DECIDE_IN_FP32 = (
+        "Compute the numbers that decide (positions, distances, scores) in FP32, from FP32 inputs, and cast afterwards."
+    )
+    TABLE_IN_FP32 = "Compute and keep the table in FP32. A cast of the model casts its buffers too."
+    POSITION = "position = x.float() * scale\nlow = position.floor().long()"
+    CUMSUM = "table = probabilities.float().cumsum(0)  # or torch.multinomial of FP32 probabilities"
+
+
+#: In words, the operators that make integers.
+_COMPARISONS = dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "a comparison")
+_CHOICES = {"_to_copy": "a cast to integers", "max": "a maximum", "min": "a minimum", **_COMPARISONS}
+
+
+def _choices_differ(case: Case) -> Iterator[Found]:
+    """Integers or a mask that rounding decides: the floor of a position, the nearest code, the entry of a cumulative sum.
+
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
+
+    False alarms: It is measured, from one integer in twenty on, if they are used in the same step. A choice between near equals,
+    such as a maximum of similar scores, may matter little. Of a table that was made before the step it is inferred: it has
+    nearly all numbers of its format, and most of them several times.
+    """
+    by_kind: dict[bool, ChangedChoices] = {}
+    for choices in _by_place(case.recorded(ChangedChoices), "changed"):
+        by_kind.setdefault(choices.is_of_crowded_table, choices)
+    for is_crowded, choices in by_kind.items():
+        says = (_Choices.CROWDED, _Choices.OF_THEM.when(choices.of))
+        operator = choices.names[0]
+        if not is_crowded:
+            others = _Choices.OTHER_MASK.when(operator in _COMPARISONS) or _Choices.OTHERS
+            says = (others, _Choices.NO_FRACTION.when((choices.whole or 0) >= _MATTERS))
+        yield _found(
+            choices,
+            says,
+            _Choices.TABLE_IN_FP32.when(is_crowded) or _Choices.DECIDE_IN_FP32,
+            _Choices.CUMSUM.when(is_crowded) or _Choices.POSITION.when(operator == "_to_copy"),
+            {"choice": _CHOICES.get(operator, operator)},
+            is_inferred=not choices.of,
+        )
+
+
 FAULTS = (
     Fault(
         "breaks-in-fp32-too",
@@ -458,6 +535,7 @@ FAULTS = (
         ("non-finite-event", "argument-out-of-range"),
     ),
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
+    Fault("choices-differ", "warning", _choices_differ, (_Choices,)),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),
     Fault("buffer-stops-changing", "warning", _sum_stops, (_Kept,)),

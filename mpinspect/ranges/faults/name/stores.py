@@ -10,7 +10,7 @@ from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
-from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten
+from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten, MastersStale
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import by_number, filled, number_of
@@ -99,8 +99,9 @@ def _updates_lost(case: Case) -> Iterator[Found]:
         ordered = sorted(told, key=lambda name: (told[name].fraction, told[name].nonzero), reverse=True)
         highest = told[ordered[0]].fraction
         fix, code = _kept_wide(lost, case)
+        says, which = _who_loses(lost, case)
         yield Found(
-            _who_loses(lost, case),
+            says,
             {
                 "format": lost.storage,
                 "lost_fraction": sum(part.lost for part in told.values()) / sum(part.nonzero for part in told.values()),
@@ -109,7 +110,7 @@ def _updates_lost(case: Case) -> Iterator[Found]:
                 "measured": all(part.measured for part in told.values()),
             },
             {
-                "which": ("The weights", f"{len(told)} of the weights")[not _are_all_in(lost.storage, case)],
+                "which": which,
                 "worst": [name for name in ordered if told[name].fraction == highest],
                 "sampled": _sampled(case),
             },
@@ -146,17 +147,13 @@ def _is_stored_in(storage: str, name: str, lost: LostUpdates, case: Case) -> boo
     return lost.measured or storage in dtypes
 
 
-def _who_loses(lost: _LostInFormat, case: Case) -> _Updates:
+def _who_loses(lost: _LostInFormat, case: Case) -> tuple[_Updates, str]:
+    """Return the sentence, and the weights that are its subject."""
     if not lost.stored:
-        return _Updates.WOULD_LOSE
-    if not _are_all_in(lost.storage, case):
-        return by_number(len(lost.told), _Updates.ONE_LOSES, _Updates.LOSE)
-    return _Updates.LOSE
-
-
-def _are_all_in(storage: str, case: Case) -> bool:
-    """Return whether no weight is stored in another format."""
-    return not set(case.precision.weights) > {storage}
+        return _Updates.WOULD_LOSE, ""
+    if not set(case.precision.weights) > {lost.storage}:
+        return _Updates.LOSE, "The weights"
+    return by_number(len(lost.told), _Updates.ONE_LOSES, _Updates.LOSE), f"{len(lost.told)} of the weights"
 
 
 def _sampled(case: Case) -> str:
@@ -239,9 +236,6 @@ class _Decay(Sentences):
     FP32_WEIGHTS = "Keep the weights that the optimizer steps in FP32 and compute in 16 bits by autocast."
 
 
-_UNLESS_KEPT = " (if {} keeps only the updates, as is usual)"
-
-
 def _weight_decay_lost(case: Case) -> Iterator[Found]:
     """Decoupled weight decay of 16-bit weights whose factor rounds to 1, as the settings alone show.
 
@@ -254,15 +248,15 @@ def _weight_decay_lost(case: Case) -> Iterator[Found]:
         dtype = max(optimizer.steps, key=lambda dtype: optimizer.steps[dtype], default="")
         if not decay * rate > 0 or optimizer.type not in _DECOUPLED or not never_decays(dtype, 1 - decay * rate):
             continue
-        is_kept = bool(optimizer.compensation)
+        unless = filled(" (if {!r} keeps only the updates, as is usual)", optimizer.compensation)
         yield Found(
             _Decay.DOES_NOTHING,
             {"optimizer": optimizer.type, "dtype": dtype, "lr": rate, "weight_decay": decay},
-            {"factor": 1 - decay * rate, "unless": filled(_UNLESS_KEPT, is_kept and repr(optimizer.compensation))},
+            {"factor": 1 - decay * rate, "unless": unless},
             _Decay.FP32_WEIGHTS,
             FP32Weights.of(dtype),
             is_mild=decay <= _DEFAULT_DECAY,
-            is_inferred=is_kept,
+            is_inferred=bool(optimizer.compensation),
         )
 
 
@@ -334,6 +328,17 @@ class _Masters(Sentences):
         "Copy only from the masters to the weights, and save and load the masters with a checkpoint: they are the weights of "
         "the training."
     )
+    STALE = (
+        "Before the first step the masters of {modules} had other values than the weights ({changed:percent} of their elements "
+        "differ), and the step copied them into the weights: the weights with which the run began are lost."
+    )
+    MAKE_AFTER_LOADING = (
+        "Make the masters, and the optimizer, after the weights are loaded; or set the masters to them."
+    )
+    SET_TO_WEIGHTS = (
+        "model.load_state_dict(state)\nwith torch.no_grad():\n"
+        "    for weight, master in zip(model.parameters(), masters):\n        master.copy_(weight)"
+    )
     SAVE = 'checkpoint["masters"] = [master.detach() for master in masters]'
 
 
@@ -348,17 +353,21 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
         yield Found.of(case, found, _Masters.OVERWRITTEN, _Masters.ONE_WAY, _Masters.SAVE, evidence=evidence)
 
 
+def _masters_stale(case: Case) -> Iterator[Found]:
+    """Masters made before the weights were loaded or changed, which the first step puts back.
+
+    False alarms: Masters that are filled within the first step, from weights loaded on purpose, are reported.
+    """
+    if found := list(case.recorded(MastersStale)):
+        yield Found.of(case, found, _Masters.STALE, _Masters.MAKE_AFTER_LOADING, _Masters.SET_TO_WEIGHTS)
+
+
 # -- averages and accumulated gradients ---------------------------------------------------------------------------------
 
 
 class _Average(Sentences):
-    COPY = (
-        "The {dtype:format} copy of {copies_of:some 2} was written in place, yet {unmoved_fraction:percent} of the elements "
-        "that differ from the weights have not moved since step {since}, when the watch began: each update was below half a unit "
-        "in the last place."
-    )
-    COPIES = (
-        "The {dtype:format} copies of {copies_of:some 2} were written in place, yet {unmoved_fraction:percent} of the "
+    STUCK = (
+        "The {dtype:format} {copies} of {copies_of:some 2} {were} written in place, yet {unmoved_fraction:percent} of the "
         "elements that differ from the weights have not moved since step {since}, when the watch began: each update was below "
         "half a unit in the last place."
     )
@@ -377,9 +386,13 @@ def _average_lost(case: Case) -> Iterator[Found]:
     """
     for measured in case.recorded(Average):
         yield Found(
-            by_number(measured.tensors, _Average.COPY, _Average.COPIES),
+            _Average.STUCK,
             {"dtype": measured.text, "copies_of": list(measured.names), **measured.figures},
-            {"since": measured.step},
+            {
+                "since": measured.step,
+                "copies": by_number(measured.tensors, "copy", "copies"),
+                "were": by_number(measured.tensors, "was", "were"),
+            },
             _Average.IN_FP32,
             _Average.WIDE,
             layer=measured.name,
@@ -431,6 +444,7 @@ def _accumulation_lost(case: Case) -> Iterator[Found]:
 FAULTS = (
     Fault("epsilon-zero", "warning", _epsilon_zero, (_Epsilon, FP32Weights), ("non-finite-event",)),
     Fault("masters-overwritten", "error", _masters_overwritten, (_Masters,)),
+    Fault("masters-stale", "error", _masters_stale, (_Masters,)),
     Fault("updates-lost", "warning", _updates_lost, (_Updates, FP32Weights)),
     Fault("average-lost", "warning", _average_lost, (_Average,)),
     Fault("accumulation-lost", "warning", _accumulation_lost, (_Accumulation, FP32Weights)),

@@ -23,7 +23,7 @@ export function isNotable(view) {
   const { places, low, high, hasValues } = curvesOf(view);
   const [left, right] = view.span();
   const { flush } = view.state.format;
-  return !hasValues || places.some((k, index) => left <= flush - k && flush - k <= right && Math.max(low[index], high[index]) > NOTABLE);
+  return hasValues && places.some((k, index) => left <= flush - k && flush - k <= right && Math.max(low[index], high[index]) > NOTABLE);
 }
 
 /** The curves of each view that were computed last. @type {WeakMap<import("./view.js").View, Curves>} */

@@ -106,7 +106,7 @@ export class Shares {
       return [`${format.label} flushes only below ${power(format.flush - scale)}, left of all that is shown: nothing is lost${this.view.hasScale ? " near this loss scale" : ""}. `,
         ...(format.name === "float16" ? [] : [this.otherwise])];
     }
-    if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, this.unknown)])];
+    if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, "no finite value was counted")])];
     const [lost, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
     return [element("b", {}, `at ${power(scale)}`), this.fold, element("span", {}, `${lost} flushed${this.hasCurve ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow`)];
   }

@@ -148,7 +148,7 @@ export class Table {
 
   /** @param {any} row */
   nameOf(row) {
-    if (row.culprit) return `culprit ${this.painter.left} ${isNarrow()}`;
+    if (row.culprit) return `culprit ${row.stand.kind} ${this.painter.left} ${isNarrow()}`;
     return [row.layer.place, row.inside ?? "", row.members ? this.view.state.open.has(row.group) : "", this.painter.left].join();
   }
 
@@ -158,7 +158,7 @@ export class Table {
 
   /** A row with its name and empty cells. @param {any} row */
   rowOf(row) {
-    if (row.culprit) return this.culpritRow(row.culprit, Boolean(row.stand) && !isNarrow());
+    if (row.culprit) return this.culpritRow(row.culprit, !isNarrow());
     const { layer } = row;
     const canvas = this.canvas();
     const name = row.members ? row.name : layer.name || "(the model itself)";
@@ -231,7 +231,7 @@ export class Table {
   lostCells(layer) {
     return this.view.storages.slice(0, 1).map((storage) => {
       const lost = this.view.lostOf(storage, layer);
-      return lost === null ? ["-", ""] : [percent(lost), lost > 0.5 && storage.measured ? "warning" : ""];
+      return lost === null ? ["-", ""] : [percent(lost), lost > 0.5 && storage.measured && !this.view.isCalm ? "warning" : ""];
     });
   }
 

@@ -39,7 +39,8 @@ export class View {
     this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, each.name.length), (data.opening.row?.[0].length ?? 0) + 1);
     this.marked = new Set(data.opening.marked);
     this.near = new Set(data.opening.near);
-    this.stand = this.standIn();
+    /** By kind, what stands in for a culprit of which nothing was counted. @type {Map<string, any>} */
+    this.stands = new Map();
     const [suggestedFormat, suggestedScale] = data.suggested ?? ["", 0];
     this.suggested = { format: this.formatNamed(suggestedFormat), scale: suggestedScale };
     /** @type {any} */
@@ -108,20 +109,30 @@ export class View {
     return layer.kind === this.data.opening.kind && this.near.has(layer.name);
   }
 
+  /** Whether nothing is to blame: infinities and losses are then as they should be. */
+  get isCalm() {
+    const { kind, row, grave } = this.data.opening;
+    return !kind && !row && !grave;
+  }
+
   /** The tone of a layer's infinities and NaNs: "dim" where they follow from those of a culprit elsewhere, or ask for no change. @param {any} layer */
   toneOf(layer) {
     const { kind, grave } = this.data.opening;
-    const isOwn = this.isMarked(layer) || layer === this.stand;
+    const isOwn = this.isMarked(layer) || layer === this.stands.get(layer.kind);
     if (!isOwn && (kind || !grave)) return "dim";
     return grave ? "error" : "warning";
   }
 
-  /** The counts of the layers near a culprit of which nothing was counted, which its row shows; null without any. @returns {any} */
-  standIn() {
-    const near = this.layers.filter((/** @type {any} */ layer) => this.isNear(layer));
-    if (!near.length || !this.data.opening.row) return null;
-    const merged = (/** @type {any[]} */ several) => (several.some(Boolean) ? merge(several.filter(Boolean)) : null);
-    return { ...near[0], blocks: this.data.blocks.map((/** @type {any} */ _, /** @type {number} */ block) => merged(near.map((/** @type {any} */ layer) => layer.blocks[block]))), whole: merged(near.map((/** @type {any} */ layer) => layer.whole)) };
+  /** The counts that the row of a culprit shows of which nothing was counted: those of the layers near it, or of all. @returns {any} */
+  get stand() {
+    const { kind } = this.state;
+    if (!this.stands.has(kind)) {
+      const those = this.ofKind.filter((/** @type {any} */ layer) => !this.near.size || this.isNear(layer));
+      const merged = (/** @type {any[]} */ several) => (several.some(Boolean) ? merge(several.filter(Boolean)) : null);
+      const blocks = this.data.blocks.map((/** @type {any} */ _, /** @type {number} */ block) => merged(those.map((/** @type {any} */ layer) => layer.blocks[block])));
+      this.stands.set(kind, { ...those[0], blocks, whole: merged(those.map((/** @type {any} */ layer) => layer.whole)) });
+    }
+    return this.stands.get(kind);
   }
 
   /** @param {any} layer */

@@ -1,0 +1,115 @@
+"""Finds integers and masks of one step that 16-bit numbers decide otherwise than their exact values, and that are used later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.twins import reference, storage_key
+from mpinspect.ranges.records import ChangedChoices
+
+aten = torch.ops.aten
+
+#: Operators that choose integers by the values of numbers. Of a sort's order, ties change most and matter least.
+CHOOSING = frozenset({aten._to_copy, aten.argmax, aten.argmin, aten.max, aten.min, aten.searchsorted, aten.bucketize})
+#: The place of the table among the arguments of a search.
+SEARCHING = {aten.searchsorted: 0, aten.bucketize: 1}
+ROUNDING = frozenset({aten.floor, aten.ceil})
+#: Operators that use integers and masks as indices, conditions or weights, or compute with them.
+_USING = frozenset(
+    {
+        *(aten.index, aten.index_select, aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_),
+        *(aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten.embedding),
+        *(aten.gather, aten.take, aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_),
+        *(aten.scatter_reduce, aten.scatter_reduce_, aten.nll_loss_forward),
+        *(aten.where, aten.masked_fill, aten.masked_fill_, aten.masked_select, aten.masked_scatter, aten.mul_),
+        *(aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.mul, aten.remainder, aten.floor_divide),
+        *(aten.clamp, aten.clamp_, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum),
+    }
+)
+#: The fewest integers that are judged, and the least share of them that rounding decides.
+_FEWEST, _LEAST_CHANGED = 64, 0.05
+#: Entries for each distinct number of a table that rounding has crowded, and the share of its format's numbers that occur.
+_CROWDED, _OCCUPIED = 2, 0.9
+
+_Describe = Callable[..., Any]
+
+
+class Choices:
+    """Holds choices that rounding has changed until they are used."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[StorageWeakRef, ChangedChoices]] = {}
+        #: By storage: the share of numbers whose fraction is lost, of a floor's or a ceiling's.
+        self._whole: dict[int, tuple[StorageWeakRef, float]] = {}
+        self.used: list[ChangedChoices] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def use(self, func: Any, given: Iterable[Any]) -> None:
+        """Handle an operator that is about to run."""
+        if func.overloadpacket in _USING:
+            for each in given:
+                if isinstance(each, torch.Tensor) and (made := self._made.pop(storage_key(each), None)):
+                    self.used.append(made[1])
+
+    def rounded(self, result: torch.Tensor, value: torch.Tensor, twin: torch.Tensor) -> None:
+        """Remember how many numbers became whole in 16 bits, of those that a floor or a ceiling takes. Waits for the device."""
+        share = float(((value == value.round()) & (twin != twin.round())).float().mean())
+        self._whole[storage_key(result)] = reference(result), share
+
+    def searched(self, table: torch.Tensor, describe: _Describe) -> None:
+        """Record a sorted table with more entries than its format has numbers, if all of those occur. Waits for the device."""
+        if not table.is_floating_point() or not table.numel():
+            return
+        for dtype in (torch.bfloat16, torch.float16):
+            if table.dtype in (torch.float32, dtype) and bool((table == table.to(dtype)).all()):
+                distinct, entries = _distinct(table), table.shape[-1]
+                # The numbers from half the largest on: where a sorted table has most of its entries, and fewest numbers.
+                upper = distinct[distinct > distinct.abs().max() / 2]
+                numbers = 1 / torch.finfo(dtype).eps
+                if entries >= _CROWDED * len(distinct) and len(upper) >= _OCCUPIED * numbers:
+                    figures = {"entries": entries, "distinct": len(distinct)}
+                    self.used.append(replace(describe(ChangedChoices, **figures), text=dtype_name(dtype)))
+                return
+
+    def chosen(
+        self,
+        source: torch.Tensor,
+        value: torch.Tensor,
+        exact: torch.Tensor,
+        table: torch.Tensor | None,
+        describe: _Describe,
+    ) -> None:
+        """Compare the integers or the mask that an operator has made with the exact ones. Waits for the device.
+
+        Args:
+            source: the operator's first argument.
+            value, exact: the integers or the mask, and those that it makes of exact arguments.
+            table: the sorted numbers that were searched; None for other operators.
+            describe: makes a record of a class at this line, with figures.
+        """
+        differ = value != exact
+        changed, of = float(differ.count_nonzero()), value.numel()
+        if of < _FEWEST or changed < _LEAST_CHANGED * of:
+            return
+        worst = int((value.float() - exact.float()).abs().argmax())
+        figures = {"given": float(value.flatten()[worst]), "exact": float(exact.flatten()[worst])}
+        if storage_key(source) in self._whole:
+            figures["whole"] = self._whole[storage_key(source)][1]
+        if table is not None:
+            figures |= {"entries": table.shape[-1], "distinct": len(_distinct(table))}
+        record = describe(ChangedChoices, changed=changed, of=of, **figures)
+        self._made[storage_key(value)] = reference(value), record
+
+
+def _distinct(table: torch.Tensor) -> torch.Tensor:
+    """Return the distinct values of a sorted table; of several, of the first."""
+    first = table.reshape(-1, table.shape[-1])[0]
+    return torch.cat((first[:1], first[1:][first.diff() != 0]))
