@@ -15,6 +15,7 @@ import forked_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from equality import equal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -161,10 +162,6 @@ def on_each_rank(folder: Path) -> dict[str, Any]:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of the two processes."""
     return forked_ranks.results(tmp_path_factory.mktemp("ranks"), RANKS, on_each_rank)
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def by_hand(*steps: int) -> dict[str, torch.Tensor]:
