@@ -380,6 +380,13 @@ FAULTS = (
         (_Norm,),
         ("initial-scale-too-high", "scale-too-high", "gradients-all-zero", "non-finite-event"),
     ),
-    Fault("positions-collapse", "warning", _positions_collapse, (_Whole,), ("result-is-rounding-error",), "warning"),
+    Fault(
+        "positions-collapse",
+        "warning",
+        _positions_collapse,
+        (_Whole,),
+        ("result-is-rounding-error", "choices-differ"),
+        "warning",
+    ),
     Fault("router-ties", "warning", _router_ties, (_Tied,)),
 )
