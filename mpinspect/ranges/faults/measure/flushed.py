@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from mpinspect.numeric.formats import FLOAT16
-from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
@@ -25,7 +24,7 @@ from mpinspect.runtime.user_line import innermost_line
 
 #: The most steps whose operators are watched.
 _MOST_STEPS = 3
-#: The least share of the gradients' elements whose loss is recorded.
+#: The least share of the gradients' elements, or of their sum of magnitudes, whose loss is recorded.
 _LEAST_LOST = 0.01
 #: Maximum number of nodes of a graph that are searched for FP16.
 _MOST_NODES = 2048
@@ -192,7 +191,7 @@ class AskedGradients(Measuring):
         """Record the worst gradient of a call."""
         shares = {number: _likely_lost(*figure) for number, figure in figures.read().items()}
         worst = max(shares, key=lambda number: shares[number])
-        if shares[worst] > LOST_L1_TOLERANCE:
+        if shares[worst] > _LEAST_LOST:
             self._record(GradientsUnderflow(name=names[int(worst)], step=step, text=line, lost=shares[worst]))
 
 
