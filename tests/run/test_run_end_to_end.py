@@ -152,11 +152,9 @@ def test_a_model_that_needs_a_loss_scale(tmp_path):
     assert advice.needed
     assert f"Suggested loss scale: {advice.recommended:.0f} (2^" in inspected.report
     # The saved run gives the same report.
-    again = subprocess.run(
-        [sys.executable, "-m", "mpinspect", "report", inspected.directory / "log"], capture_output=True
-    )
-    assert again.returncode == 0, again.stderr
-    assert f"Suggested loss scale: {advice.recommended:.0f} (2^" in again.stdout.decode()
+    again = run(tmp_path / "again", sys.executable, "-m", "mpinspect", "report", str(inspected.directory / "log"))
+    assert again.code == 0, again.err
+    assert f"Suggested loss scale: {advice.recommended:.0f} (2^" in again.out.decode()
 
 
 def test_two_networks_that_train_each_other(tmp_path):
