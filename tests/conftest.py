@@ -129,6 +129,16 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Make a gloo process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def deterministic_torch() -> Iterator[int]:
     """Seed torch with 0 and use deterministic algorithms; restore both afterwards. Yields the seed."""
     import torch

@@ -1,19 +1,16 @@
 """Trains a small network on several ranks, each with its own oracle of counts, for ``ranges/test_ranks_on_gloo.py``.
 
-``python ranks_training.py FOLDER RANKS`` forks into RANKS ranks, which train each model with an Inspector whose log_dir is
-FOLDER/MODEL/rankN/Net, and write their oracles' counts to FOLDER/rankN.pt. After step MIDDLE, rank 0 adds up the files on disk.
+``train_all`` trains each model with an Inspector whose log_dir is FOLDER/MODEL/rankN/Net. After step MIDDLE, rank 0 adds up the
+files on disk.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import forked_ranks
 import torch
 import torch.distributed as dist
 from sharded_training import NO_FSDP2, local, same, weights
@@ -213,22 +210,9 @@ def _add_up_so_far(inspector: Inspector, place: Path) -> None:
     dist.barrier()
 
 
-def train_all(folder: Path, ranks: int) -> dict[str, Any]:
+def train_all(folder: Path) -> dict[str, Any]:
     """Return the results of this rank's trainings by name."""
-    names = [name for name in models_of(ranks) if "shards" not in name or not NO_FSDP2]
+    names = [name for name in models_of(dist.get_world_size()) if "shards" not in name or not NO_FSDP2]
     found = {name: train(name, folder / name) for name in names}
     exact = {f"exact {name}": exactly(name, folder / f"exact {name}") for name in names if name in ("copies", "shards")}
     return found | exact
-
-
-def main(folder: Path, ranks: int) -> None:
-    # Imported once, before the ranks are forked.
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
-    import torch.distributed.tensor.parallel  # noqa: F401
-
-    forked_ranks.run(folder, ranks, partial(train_all, folder, ranks))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

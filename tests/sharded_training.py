@@ -1,18 +1,10 @@
-"""Trains a small network on two ranks, sharded in each way that torch offers, for ``ranges/test_sharded.py``.
-
-``python sharded_training.py FOLDER`` forks into two ranks, runs every case in both, and writes the cases' results, by name, to
-rank0.pt and rank1.pt. All cases share one pair of processes, since starting one takes seconds.
-"""
+"""Trains a small network on two ranks, sharded in each way that torch offers, for ``ranges/test_sharded.py``."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import math
-import os
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +18,10 @@ from mpinspect.ranges.kinds import KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Session, TensorKey
 
 RANKS, STEPS, MICRO_BATCHES = 2, 4, 4
-#: The step in which rank 1 plants an infinity, and the seconds after which a hanging rank is terminated.
-BROKEN_AT, LIMIT_S = 2, 120
+#: The step in which rank 1 plants an infinity.
+BROKEN_AT = 2
+#: What the trainings import.
+MODULES = ("torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.tensor.parallel")
 WAYS = ("ddp", "fsdp", "tp", "pipeline", "pipeline-fsdp")
 CAPTURES = {"gradients": (WEIGHT_GRADIENT,), "everything": KINDS}
 INF = math.inf
@@ -442,7 +436,9 @@ def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield name, lambda way=way, body=body, by_hand=by_hand: steps_of(way, body, by_hand)
     for way in ("ddp", "fsdp"):
         for kind in ("GradScaler", "LossScaler"):
-            yield f"scaled {way} {kind}", lambda way=way, kind=kind: scaled(way, kind, folder / f"{way}-{kind}")
+            place = folder / f"{way}-{kind}"
+            place.mkdir(exist_ok=True)
+            yield f"scaled {way} {kind}", lambda way=way, kind=kind, place=place: scaled(way, kind, place)
     for precision in ("fp16-amp", "fp16-master", "bf16-master"):
         yield f"mixed {precision}", lambda precision=precision: mixed(precision)
     policy = MixedPrecisionPolicy(param_dtype=torch.float16)
@@ -451,38 +447,10 @@ def cases(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "outlived", outlives_its_group
 
 
-def _on_rank(rank: int, folder: Path) -> None:
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+def all_cases(folder: Path) -> dict[str, Any]:
+    """Return this rank's results by case. All cases share one pair of processes, since starting one takes seconds."""
     found = {}
     for name, case in cases(folder):
         with contextlib.suppress(LacksFSDP2):
             found[name] = case()
-    torch.save(found, folder / f"rank{rank}.pt")
-
-
-def main(folder: Path) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    for way in ("ddp", "fsdp"):
-        for kind in ("GradScaler", "LossScaler"):
-            (folder / f"{way}-{kind}").mkdir()
-    import torch.distributed.checkpoint.state_dict
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
-    import torch.distributed.tensor.parallel  # noqa: F401
-
-    other = os.fork()
-    _on_rank(0 if other else 1, folder)
-    if other:
-        os.waitpid(other, 0)
-    # Skip the destructors of gloo's threads, which may block.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return found

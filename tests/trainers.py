@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from equality import equal
 from torch import nn
 
 import mpinspect
@@ -56,7 +57,4 @@ def hooks_on(model: nn.Module) -> int:
 
 
 def same_weights(first: nn.Module, second: nn.Module) -> bool:
-    states = first.state_dict(), second.state_dict()
-    return states[0].keys() == states[1].keys() and all(
-        torch.equal(states[0][key], states[1][key]) for key in states[0]
-    )
+    return equal(first.state_dict(), second.state_dict())

@@ -136,6 +136,13 @@ class ExaminedArgument(Examined, kind="examined-argument"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BrokenWeights(Record, kind="broken-weights"):
+    """Weights that held infinities or NaNs when a loss was made that was not finite. ``of``: the number of weights read."""
+
+    of: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightGrowth(Record, kind="weight-growth"):
     """A parameter whose norm grew out of proportion.
 
@@ -210,6 +217,21 @@ class ReplacedBeforeStep(Record, kind="replaced-before-step"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DividedByAnother(Record, kind="divided-by-another-scale"):
+    """Gradients that a scaler divides by another scale than the scale that multiplied their loss.
+
+    Args:
+        of: the number of the optimizer's gradients.
+        other_scaler: whether another scaler multiplied the loss; else the scaler was updated in between.
+        repeated: whether the scaler had divided them already, before the update.
+    """
+
+    of: float
+    other_scaler: bool = False
+    repeated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnscaledNeverScaled(Record, kind="unscaled-never-scaled"):
     """Gradients that a scaler divided although no scaler had multiplied their loss. ``of``: the number of gradients."""
 
@@ -222,6 +244,28 @@ class UnscaledAgain(Record, kind="unscaled-again"):
 
     of: float
     times: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DividedInHalf(Record, kind="divided-in-half"):
+    """FP16 gradients that the loop multiplies by ``factor`` (None: unknown) in FP16, where elements become zero.
+
+    Its text is the line. ``lost``: the share of the non-zero elements of all gradients, 0..1.
+    """
+
+    lost: float
+    factor: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientsUnderflow(Record, kind="gradients-underflow"):
+    """Gradients from ``torch.autograd.grad`` that crowd at FP16's lower end. Its text is the line.
+
+    Args:
+        lost: the share of the sum of magnitudes that was likely flushed, 0..1; 1 if all are zero.
+    """
+
+    lost: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +316,14 @@ class NeverUpdated(Record, kind="never-updated"):
     backwards: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepsStopped(Record, kind="steps-stopped"):
+    """``backwards`` backwards since the last optimizer step, and the most that preceded one. ``step``: the unfinished step."""
+
+    backwards: float
+    most: float
+
+
 # -- masters --------------------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +333,14 @@ class MastersNotCopied(Record, kind="masters-not-copied"):
 
     steps: float
     of: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MastersStale(Record, kind="masters-stale"):
+    """Masters that differed from their weights before the first step, ``changed`` of their elements, and equal them later."""
+
+    changed: float
+    of: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -643,18 +703,25 @@ class RoundedArgument(Record, kind="second-argument"):
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPowers(Record, kind="mixed-powers"):
-    """A sum of two terms that carry different powers of the loss scale.
+    """A sum of two terms that carry different powers of the loss scale, or a number that limits a scaled value.
 
-    Its text says where: "accumulated" (by two backwards), "gradient", "optimizer", "number" (one term is a number), "values".
-    Its names are the operator, the line, and the parameters in which gradients were accumulated.
+    Its text says where: "accumulated" (by two backwards), "gradient", "optimizer", "number" (one term is a number), "values",
+    "limit". Its names are the operator, the line, and the parameters in which gradients were accumulated.
 
     Args:
         first, second: the powers of the two terms.
+        share: the share of the elements that the limit concerns, 0..1.
     """
 
     loss_scale: float
     first: float
     second: float
+    share: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenByLoop(Record, kind="written-by-loop"):
+    """A weight that other code than an optimizer's step or a forward writes. Its names are the operator and the line."""
 
 
 @dataclass(frozen=True, kw_only=True)

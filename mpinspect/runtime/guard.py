@@ -8,12 +8,14 @@ An exception of ours is noted, and only the work that failed is lost. A mode tha
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpinspect.runtime.briefly import brief
 from mpinspect.runtime.device import is_capturing
@@ -113,11 +115,34 @@ class Unread(Generic[Key]):
         return new
 
 
+class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode of ours that entrances begin and end: it is on the stack from the end of one until another ends it."""
+
+    supports_higher_order_operators = True
+    is_over = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as compiled."""
+        return True
+
+    def begin(self) -> None:
+        """Put the mode on this thread's stack; to be called within an entrance."""
+        torch._C._push_on_torch_dispatch_stack(self)
+
+
 #: Return the number of this thread's active modes, of either kind.
 _dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 _function_modes: Any = torch._C._len_torch_function_stack
 #: Modes under which tensors hold no values or operators are traced: hiding them would mix real and traced tensors.
 _TRACERS: Any = [getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
+
+
+class _Hidden(threading.local):
+    any = False
+
+
+_hidden = _Hidden()
 _Taken = list[tuple[Callable[[Any], None], Any]]
 
 
@@ -136,12 +161,20 @@ def _take_modes_off(taken: _Taken) -> None:
         taken.append((own._push_on_torch_function_stack, own._pop_torch_function_stack()))
     while _dispatch_modes():
         taken.append((own._push_on_torch_dispatch_stack, own._pop_torch_dispatch_stack(None)))
+    _hidden.any = bool(taken)
 
 
 def _put_modes_back(taken: _Taken) -> None:
+    _hidden.any = _hidden.any and not taken
     while taken:
         push, mode = taken.pop()
-        push(mode)
+        if not (isinstance(mode, OwnMode) and mode.is_over):
+            push(mode)
+
+
+def hides_modes() -> bool:
+    """Return whether modes of this thread are hidden at the moment, because an entrance runs below them."""
+    return _hidden.any
 
 
 @functools.cache
@@ -214,7 +247,7 @@ def entrance(method: Method) -> Method:
             return None
         finally:
             if taken:
-                self.met_modes = True
+                self.met_modes |= any(not isinstance(mode, OwnMode) for _, mode in taken)
                 _put_modes_back(taken)
             if meter is not None:
                 meter.end()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.utils import clip_grad
 
-#: Called with the arguments that ``Calls`` names, before torch's function runs; must not raise.
+#: Called with the arguments that ``Calls`` names, before torch's function runs or after it; must not raise.
 Listener = Callable[..., object]
 
 
@@ -22,11 +22,13 @@ class Calls:
 
     Args:
         places: the modules that hold the function, each with its name there; missing ones are skipped.
+        after: whether listeners are called after the function has run, with its result as the last argument.
         **arguments: the arguments that listeners receive, by name, with their positions.
     """
 
-    def __init__(self, *places: tuple[Any, str], **arguments: int) -> None:
+    def __init__(self, *places: tuple[Any, str], after: bool = False, **arguments: int) -> None:
         self._places = places
+        self._after = after
         self._arguments = arguments
         self._listeners: list[Listener] = []
         #: For each place: the module, the name, torch's function and our wrapper.
@@ -54,19 +56,21 @@ class Calls:
     def _reporting(self, original: Any) -> Any:
         @functools.wraps(original)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and self._listeners:
-                given = []
-                for name, place in self._arguments.items():
-                    given.append(args[place] if place < len(args) else kwargs.get(name))
-                for listener in tuple(self._listeners):
-                    listener(*given)
-            return original(*args, **kwargs)
+            if torch.compiler.is_compiling() or not self._listeners:
+                return original(*args, **kwargs)
+            result = [original(*args, **kwargs)] if self._after else []
+            given = [args[place] if place < len(args) else kwargs.get(name) for name, place in self._arguments.items()]
+            for listener in tuple(self._listeners):
+                listener(*given, *result)
+            return result[0] if self._after else original(*args, **kwargs)
 
         return run
 
 
 #: ``Tensor.backward`` calls this function. Listeners receive the tensors from which the backward starts.
 BACKWARD = Calls((torch.autograd, "backward"), tensors=0)
+#: Listeners receive the outputs, the inputs, and the gradients that were returned.
+GRADIENTS = Calls((torch.autograd, "grad"), after=True, outputs=0, inputs=1)
 #: ``clip_grad_norm_`` calls this function with the norm that it has found. Private; seen in torch 2.13.
 CLIP_WITH_NORM = Calls(
     (clip_grad, "_clip_grads_with_norm_"),

@@ -5,17 +5,43 @@ from __future__ import annotations
 import math
 from functools import reduce
 from operator import add
+from pathlib import Path
 
-import blocks_on_ranks as ran
+import forked_ranks
 import pytest
 import torch
-import warm
+import torch.distributed as dist
 
 from mpinspect import count_blocks
 from mpinspect.numeric.blocks import BlockCounts
 from mpinspect.numeric.recipes import MXFP4, MXFP8_E4M3
 
+#: Rows that 32 and the ranks divide, and rows that they do not.
+ROWS = (256, 150)
+COLUMNS = 96
+#: By rows, sharded dimension and block.
 Counts = dict[tuple[int, int, str], list[BlockCounts]]
+
+
+def matrix(rows: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    spread = torch.randint(-24, 1, (rows, COLUMNS), generator=generator)
+    return torch.randn(rows, COLUMNS, generator=generator) * torch.exp2(spread)
+
+
+def count_shards(folder: Path) -> dict[tuple[int, int, str], BlockCounts]:
+    """Return the counts of this rank's shards, by case."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = {}
+    for rows in ROWS:
+        for dim in (0, 1):
+            shard = distribute_tensor(matrix(rows), mesh, [Shard(dim)])
+            found[rows, dim, "1x32"] = count_blocks(shard)
+            found[rows, dim, "32x1"] = count_blocks(shard.T)
+    return found
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["two ranks", "four ranks"])
@@ -28,9 +54,7 @@ def ranks(request: pytest.FixtureRequest) -> int:
 def counts(ranks: int, tmp_path_factory: pytest.TempPathFactory) -> Counts:
     """Returns the counts of every rank, by case."""
     folder = tmp_path_factory.mktemp(f"{ranks}-ranks")
-    status, out, err = warm.run(folder, [ran.__file__, str(folder), str(ranks)])
-    assert status == 0, out + err
-    of_ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
+    of_ranks = forked_ranks.results(folder, ranks, count_shards, ["torch.distributed.tensor"])
     return {case: [found[case] for found in of_ranks] for case in of_ranks[0]}
 
 
@@ -44,11 +68,11 @@ def _cut(length: int, ranks: int) -> int:
 
 @pytest.mark.parametrize("orientation", ["1x32", "32x1"])
 @pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("rows", ran.ROWS)
+@pytest.mark.parametrize("rows", ROWS)
 def test_counts_of_shards_add_up_or_say_that_blocks_are_cut(
     rows: int, dim: int, orientation: str, ranks: int, counts: Counts
 ) -> None:
-    x = ran.matrix(rows)
+    x = matrix(rows)
     whole = count_blocks(x if orientation == "1x32" else x.T)
     total = reduce(add, counts[rows, dim, orientation])
     along = dim == (orientation == "1x32")

@@ -692,16 +692,9 @@ def test_zeros_in_fp32_do_not_count_as_flushed() -> None:
 # -- distributed ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def single_process_group(tmp_path: Path) -> Any:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning:torch")
 @pytest.mark.skipif(bool(NO_FSDP2), reason=NO_FSDP2)
-def test_the_local_gradients_of_fsdp2_are_counted(single_process_group: None) -> None:
+def test_the_local_gradients_of_fsdp2_are_counted(one_rank: None) -> None:
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
@@ -714,7 +707,7 @@ def test_the_local_gradients_of_fsdp2_are_counted(single_process_group: None) ->
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning:torch")
-def test_ddp_counts_local_gradients(single_process_group: None) -> None:
+def test_ddp_counts_local_gradients(one_rank: None) -> None:
     model = nn.Linear(4, 1)
     wrapped = nn.parallel.DistributedDataParallel(model)
     with Inspector(wrapped) as inspector:
@@ -742,7 +735,7 @@ WRAPPINGS: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
-def test_a_wrapped_model_has_the_names_of_the_bare_one(wrapping: str, single_process_group: None) -> None:
+def test_a_wrapped_model_has_the_names_of_the_bare_one(wrapping: str, one_rank: None) -> None:
     """A module that its author named ``module`` is not mistaken for a wrapper's."""
 
     def make() -> nn.Sequential:

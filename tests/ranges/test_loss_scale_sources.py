@@ -151,7 +151,9 @@ def test_the_generators_overflow_in_the_critic_does_not_count_for_the_critic(fre
     assert not any(event.aside for event in generator.events)
     report = analyse(critic)
     found = next(finding for finding in report.findings if finding.id == "initial-scale-too-high")
-    assert "the first of 20 steps was skipped until the scaler had lowered the scale to 16384 (2^14)" in found.message
+    assert (
+        "the first of 20 steps was skipped. By then the scaler had lowered the scale to 16384 (2^14)." in found.message
+    )
     assert "2 of" not in str(report.verdict)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import sys
 
 import pytest
@@ -196,8 +197,41 @@ def a_count_that_equals_the_scale(training):
     training.step()
 
 
+def limits_after_division(training):
+    scaler, parameters = training.scaler, list(training.model.parameters())
+    handles = [
+        each.register_hook(lambda gradient: gradient.clamp(min=0).neg().clamp_max(math.inf)) for each in parameters
+    ]
+    scaler.scale(training.loss()).backward()
+    scaler.unscale_(training.optimizer)
+    nn.utils.clip_grad_value_(parameters, 1e-4)
+    if nn.utils.get_total_norm([each.grad for each in parameters]) > 100:
+        training.optimizer.zero_grad()
+    training.step()
+    for handle in handles:
+        handle.remove()
+
+
+def clamped_to_a_multiple_of_the_scale(training):
+    bound = 1e-4 * training.scaler.get_scale()
+    handles = [
+        each.register_hook(lambda gradient: gradient.clamp(-bound, bound)) for each in training.model.parameters()
+    ]
+    ordinary(training)
+    for handle in handles:
+        handle.remove()
+
+
+def clamped_beyond_all_values(training):
+    handles = [each.register_hook(lambda gradient: gradient.clamp(-1e9, 1e9)) for each in training.model.parameters()]
+    ordinary(training)
+    for handle in handles:
+        handle.remove()
+
+
 HEALTHY = (
     a_sum_that_is_dropped,
+    *(limits_after_division, clamped_to_a_multiple_of_the_scale, clamped_beyond_all_values),
     a_count_that_equals_the_scale,
     *(ordinary, micro_batches, two_losses, penalty_divided, penalty_divided_with_more, decay_after_division),
     *(
@@ -323,7 +357,38 @@ def stepped_undivided(training):
     training.optimizer.step()
 
 
+def clamped_in_hooks(training):
+    for parameter in training.model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    ordinary(training)
+
+
+def clamped_in_place_after_the_backward(training):
+    training.scaler.scale(training.loss()).backward()
+    torch._foreach_clamp_max_([each.grad for each in training.model.parameters()], 0.01)
+    training.step()
+
+
+def clamped_within_the_backward(training):
+    hidden = training.model[:3](torch.randn(6, 8))
+    hidden.register_hook(lambda gradient: torch.clip(gradient, max=0.01))
+    training.scaler.scale(training.model[3](hidden).square().mean()).backward()
+    training.step()
+
+
+def norm_compared_undivided(training):
+    training.scaler.scale(training.loss()).backward()
+    norm = nn.utils.get_total_norm([each.grad for each in training.model.parameters()])
+    if norm < 5:
+        training.optimizer.zero_grad()
+    training.step()
+
+
 FAULTY = {
+    clamped_in_hooks: ("limit", {1.0, 0.0}),
+    clamped_in_place_after_the_backward: ("limit", {1.0, 0.0}),
+    clamped_within_the_backward: ("limit", {1.0, 0.0}),
+    norm_compared_undivided: ("limit", {1.0, 0.0}),
     one_loss_unscaled: ("accumulated", {1.0, 0.0}),
     penalty_undivided: ("number", {1.0, 0.0}),
     penalty_added_to_the_loss: ("values", {2.0, 0.0}),

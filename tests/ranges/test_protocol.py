@@ -60,12 +60,17 @@ def test_a_loss_divided_by_the_inverse_scale_is_recognised():
     assert found["divided-by-another-scale"].step == 2
 
 
-def with_masters(set_back, *, steps=10, dtype=torch.bfloat16):
-    """Train masters with Adam; ``set_back`` is called after each step with its number, the weights and the masters."""
+def with_masters(set_back, *, steps=10, dtype=torch.bfloat16, load=lambda weights, masters: None):
+    """Train masters with Adam; ``set_back`` is called after each step with its number, the weights and the masters.
+
+    ``load`` changes both before the first step.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).to(dtype)
     masters = [weight.detach().float().clone().requires_grad_() for weight in model.parameters()]
     optimizer = torch.optim.Adam(masters, lr=1e-4)
+    with torch.no_grad():
+        load(list(model.parameters()), masters)
     with Inspector(model, optimizers=optimizer) as inspector:
         for step in range(steps):
             model.zero_grad()
@@ -100,3 +105,255 @@ def decays(step, weights, masters):
 @pytest.mark.parametrize("set_back", [lambda *given: None, decays], ids=["untouched", "decayed by hand"])
 def test_masters_with_their_own_values_are_not_reported(set_back):
     assert "masters-overwritten" not in with_masters(set_back)
+
+
+def loads_weights(weights, masters):
+    for weight in weights[1:]:
+        weight.normal_()
+
+
+def loads_both(weights, masters):
+    loads_weights(weights, masters)
+    for weight, master in zip(weights, masters, strict=True):
+        master.copy_(weight)
+
+
+def test_masters_made_before_the_weights_were_loaded_are_reported():
+    found = with_masters(lambda *given: None, load=loads_weights)["masters-stale"]
+    assert (found.severity, found.step, found.evidence["names"]) == ("error", 0, ["0.bias", "2.weight", "2.bias"])
+    assert "100% of their elements differ" in found.message
+
+
+@pytest.mark.parametrize("load", [lambda *given: None, loads_both], ids=["as made", "loaded too"])
+def test_masters_that_equal_their_weights_are_not_stale(load):
+    assert "masters-stale" not in with_masters(lambda *given: None, load=load)
+
+
+def with_backwards(numbers, *, step_last=False):
+    """Train; ``numbers`` has the backwards of each step, and the last step is not taken unless asked for."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for place, number in enumerate(numbers, start=1):
+            for _ in range(number):
+                model(torch.randn(16, 8)).square().mean().backward()
+            if place < len(numbers) or step_last:
+                optimizer.step()
+                optimizer.zero_grad()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+def test_backwards_after_the_last_step_are_reported():
+    found = with_backwards([2] * 6 + [20])["steps-stopped"]
+    assert (found.severity, found.step) == ("warning", 6)
+    assert found.evidence == {"backwards": 20, "most": 2}
+    assert (
+        "No optimizer step followed step 5: 20 backwards have run since, and each step before had at most 2."
+        in found.message
+    )
+
+
+@pytest.mark.parametrize(
+    ("numbers", "step_last"),
+    [([1] * 6 + [11], False), ([8] * 4 + [31], False), ([1] * 6 + [20], True), ([20], False)],
+    ids=["few", "as usual", "a step at last", "no step at all"],
+)
+def test_a_run_that_ends_within_a_step_has_not_stopped(numbers, step_last):
+    assert "steps-stopped" not in with_backwards(numbers, step_last=step_last)
+
+
+class Pair(nn.Module):
+    """Two networks with an optimizer each."""
+
+    def __init__(self, fused=False):
+        super().__init__()
+        self.actor, self.critic = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)) for _ in range(2))
+        self.optimizers = [
+            torch.optim.SGD(part.parameters(), lr=0.01, fused=fused) for part in (self.actor, self.critic)
+        ]
+
+    def losses(self):
+        with torch.autocast("cpu", torch.float16):
+            return [part(torch.randn(16, 8)).float().square().mean() for part in (self.actor, self.critic)]
+
+
+def of_pair(step, *, fused=False, interval=4, others=None, steps=10):
+    """Train a pair; ``step`` gets the pair, its scalers (``others``: initial scale of a second one) and the step's number."""
+    torch.manual_seed(0)
+    pair = Pair(fused)
+    scales = [2.0**8, *([others] if others else [])]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=interval) for scale in scales]
+    with Inspector(pair, optimizers=pair.optimizers) as inspector:
+        for number in range(steps):
+            step(pair, scalers, number)
+            pair.zero_grad()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+def updates_in_between(pair, scalers, number):
+    for loss in pair.losses():
+        scalers[0].scale(loss).backward()
+    for optimizer in pair.optimizers:
+        scalers[0].step(optimizer)
+        scalers[0].update()
+
+
+def updates_between_unscaling_and_step(pair, scalers, number):
+    for loss in pair.losses():
+        scalers[0].scale(loss).backward()
+    for optimizer in pair.optimizers:
+        scalers[0].unscale_(optimizer)
+    for optimizer in pair.optimizers:
+        scalers[0].step(optimizer)
+        scalers[0].update()
+
+
+def swaps_scalers(pair, scalers, number):
+    for scaler, loss in zip(scalers, pair.losses(), strict=True):
+        scaler.scale(loss).backward()
+    for scaler, optimizer in zip(reversed(scalers), pair.optimizers, strict=True):
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def accumulates_over_updates(pair, scalers, number):
+    for _ in range(2):
+        for loss in pair.losses():
+            scalers[0].scale(loss).backward()
+        scalers[0].step(pair.optimizers[0])
+        pair.optimizers[0].zero_grad()
+        scalers[0].update()
+    scalers[0].step(pair.optimizers[1])
+    scalers[0].update()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("step", [updates_in_between, accumulates_over_updates])
+def test_an_update_between_a_backward_and_its_division_is_reported(step, fused):
+    found = of_pair(step, fused=fused)["divided-by-another-scale"]
+    # The first optimizer's second step ends the step of the two.
+    assert (found.severity, found.step) == ("error", 2 * (step is accumulates_over_updates))
+    assert found.layer.startswith("critic.")
+    assert "scaler.update() was called between the backward of 'critic.0', 'critic.2' and the division" in found.message
+
+
+def test_an_update_in_between_is_a_warning_as_long_as_the_scale_stays():
+    found = of_pair(updates_in_between, interval=1000)["divided-by-another-scale"]
+    assert (found.severity, "The scale changed" in found.message) == ("warning", False)
+
+
+def test_an_update_between_unscaling_and_step_is_reported():
+    found = of_pair(updates_between_unscaling_and_step, interval=1000)["divided-by-another-scale"]
+    assert (found.severity, found.layer) == ("error", "critic.0.weight")
+    assert "between unscale_() and step() of the optimizer of 'critic.0', 'critic.2'" in found.message
+    assert "the loss scale of 256 (2^8) once more" in found.message
+
+
+def test_another_scalers_division_is_reported():
+    found = of_pair(swaps_scalers, others=2.0**10)["divided-by-another-scale"]
+    assert (found.severity, found.step) == ("error", 0)
+    assert "another one divided the gradients" in found.message
+
+
+def updates_once(pair, scalers, number):
+    for loss in pair.losses():
+        scalers[0].scale(loss).backward()
+    for optimizer in pair.optimizers:
+        scalers[0].step(optimizer)
+    scalers[0].update()
+
+
+def updates_after_its_own_backward(pair, scalers, number):
+    for loss, optimizer in zip(pair.losses(), pair.optimizers, strict=True):
+        scalers[0].scale(loss).backward()
+        scalers[0].step(optimizer)
+        scalers[0].update()
+
+
+def clears_after_the_update(pair, scalers, number):
+    """As a GAN's generator leaves gradients in the discriminator."""
+    sum(map(scalers[0].scale, pair.losses())).backward()
+    scalers[0].step(pair.optimizers[0])
+    scalers[0].update()
+    pair.optimizers[1].zero_grad(set_to_none=number % 2 == 0)
+    scalers[0].scale(pair.losses()[1]).backward()
+    scalers[0].step(pair.optimizers[1])
+    scalers[0].update()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("step", [updates_once, updates_after_its_own_backward, clears_after_the_update])
+def test_updates_at_their_place_are_no_fault(step, fused):
+    assert "divided-by-another-scale" not in of_pair(step, fused=fused)
+
+
+# -- weights that the loop writes itself --------------------------------------------------------------------------------
+
+
+def perturbed(is_checked, scale=2.0**20):
+    """Train by sharpness-aware minimisation; ``is_checked``: whether gradients are unscaled and checked first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+
+    def backward():
+        with torch.autocast("cpu", torch.float16):
+            loss = model(torch.ones(16, 8)).float().square().sum()
+        scaler.scale(loss).backward()
+
+    with Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for _ in range(12):
+            optimizer.zero_grad()
+            backward()
+            if is_checked:
+                scaler.unscale_(optimizer)
+                is_finite = all(parameter.grad.isfinite().all() for parameter in model.parameters())
+                scaler.update()
+                if not is_finite:
+                    continue
+            norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+            moves = [parameter.grad * (0.01 / norm) for parameter in model.parameters()]
+            with torch.no_grad():
+                torch._foreach_add_(list(model.parameters()), moves)
+            optimizer.zero_grad()
+            backward()
+            with torch.no_grad():
+                torch._foreach_sub_(list(model.parameters()), moves)
+            scaler.step(optimizer)
+            scaler.update()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+def test_weights_that_the_loop_breaks_after_an_overflow_are_reported():
+    found = perturbed(is_checked=False)
+    broken = found["weights-broken-by-loop"]
+    assert (broken.severity, broken.certainty, broken.step) == ("error", "inferred", 0)
+    assert "the backward of step 0 overflowed at the loss scale 1048576 (2^20)" in broken.message
+    assert "(test_protocol.py:" in broken.message
+    assert {finding.id for finding in found.values() if finding.severity != "info"} == {"weights-broken-by-loop"}
+
+
+@pytest.mark.parametrize("scale", [2.0**20, 1.0])
+def test_weights_that_the_loop_moves_after_a_check_are_not_reported(scale):
+    assert "weights-broken-by-loop" not in perturbed(is_checked=True, scale=scale)
+
+
+def test_a_scaler_that_grows_after_each_step_is_to_grow_later():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
+    with Inspector(model) as inspector:
+        for _ in range(40):
+            with torch.autocast("cpu", torch.float16):
+                loss = model(torch.randn(16, 8)).float().square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = {finding.id: finding for finding in analyse(inspector.session()).findings}["non-finite-event"]
+    assert found.severity == "warning"
+    assert "doubles its scale after 1 step without an overflow" in found.message
+    assert found.fix == "Let the scaler grow after more steps: its default is growth_interval=2000."

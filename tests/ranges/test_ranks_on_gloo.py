@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import forked_ranks
 import pytest
 import ranks_training as trained
 import torch
-import warm
+from sharded_training import MODULES
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -41,8 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     @functools.cache
     def folder_of(ranks: int) -> Path:
         folder = tmp_path_factory.mktemp(f"{ranks}-ranks")
-        status, out, err = warm.run(folder, [trained.__file__, str(folder), str(ranks)])
-        assert status == 0, out + err
+        forked_ranks.results(folder, ranks, trained.train_all, MODULES)
         return folder
 
     return folder_of

@@ -502,6 +502,16 @@ def test_a_difference_that_leaves_rounding_error():
     assert cancelled.before < 0.01 < 0.5 < cancelled.after
 
 
+def test_a_constant_minus_a_number_near_it_is_a_difference_even_of_few_elements():
+    """One number for each channel, such as the input's share in a state that decays slowly."""
+    slow = torch.linspace(0.5e-3, 1.5e-3, 32, dtype=torch.bfloat16)
+    with Twice() as second:
+        kept = 1 - torch.exp(-slow)
+    (found,) = records(second, AmplifiedError)
+    assert not kept.any()
+    assert (found.names[0], found.after) == ("rsub", 1.0)
+
+
 def test_the_error_of_the_gradients_is_that_of_float32():
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
     x, twice = values(32, 16), Twice(model)

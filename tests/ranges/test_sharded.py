@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import forked_ranks
 import pytest
 import sharded_training as trained
-import torch
-import warm
 
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
@@ -34,9 +33,8 @@ NEXT_STAGE = "the gradient passed to backward() for its output was not finite"
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """The results of each rank, by case, from one pair of processes for all tests."""
     folder = tmp_path_factory.mktemp("ranks")
-    status, out, err = warm.run(folder, [trained.__file__, str(folder)])
-    assert status == 0, out + err
-    return [Cases(torch.load(folder / f"rank{rank}.pt", weights_only=False)) for rank in range(trained.RANKS)]
+    modules = (*trained.MODULES, "torch.distributed.checkpoint.state_dict")
+    return [Cases(each) for each in forked_ranks.results(folder, trained.RANKS, trained.all_cases, modules)]
 
 
 @pytest.mark.parametrize("way", trained.WAYS)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
+import forked_ranks
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from mpinspect import Inspector, count_exponents
@@ -77,16 +73,12 @@ def _train(inspect: bool) -> dict[str, Any]:
     return found | {"session": inspector.session()}
 
 
-def _on_one_rank(rank: int, directory: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+def on_each_rank(folder: Path) -> dict[str, Any]:
     # Weights and their gradients are DTensors; the outputs of "0.down" and "2.down" are AsyncCollectiveTensors.
     found, bare = _train(True), _train(False)
     session = found["session"]
     totals = session.totals()
-    result = {
+    return {
         "type": found["type"],
         "same": all(torch.equal(*pair) for pair in zip(found["weights"], bare["weights"], strict=True)),
         "uncounted": [info.key for info in session.watched if info.key not in totals],
@@ -95,28 +87,13 @@ def _on_one_rank(rank: int, directory: str) -> None:
         "events": [(event.step, event.phase, event.module) for event in session.events],
         "notes": session.notes,
     }
-    torch.save(result, Path(directory) / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    # Exits without interpreter shutdown, as in test_training_distributed.py.
-    os._exit(0)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 def test_async_collective_outputs_are_counted_and_watched(tmp_path: Path) -> None:
-    import warm
-
-    status, out, err = warm.run(tmp_path, [__file__, str(tmp_path)])
-    assert status == 0, out + err
-    for rank in range(RANKS):
-        found = torch.load(tmp_path / f"rank{rank}.pt", weights_only=False)
+    for found in forked_ranks.results(tmp_path, RANKS, on_each_rank):
         assert found["type"] == "AsyncCollectiveTensor"
         assert found["same"]
         assert found["uncounted"] == []
         assert found["exact"]
         assert found["events"][0] == (BROKEN_AT, "forward", "1")
         assert found["notes"] == ()
-
-
-if __name__ == "__main__":
-    torch.multiprocessing.start_processes(_on_one_rank, (sys.argv[1],), nprocs=RANKS, start_method="fork")

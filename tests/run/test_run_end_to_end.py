@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from equality import equal
 
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
@@ -103,19 +104,10 @@ def both(
     return bare, inspected
 
 
-def same(first: object, second: object) -> bool:
-    """Return whether nested dicts of tensors and numbers are equal."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first.dtype == second.dtype and torch.equal(first, second)
-    return first == second
-
-
 def check(bare: Ran, inspected: Ran, *layers: str) -> None:
     """Assert that the training is unchanged, and that the report names the layers and a loss scale."""
     assert bare.code == 0, bare.err
-    assert same(inspected.weights, bare.weights)
+    assert equal(inspected.weights, bare.weights)
     assert not re.search("Traceback|Exception ignored|mpinspect failed", inspected.err), inspected.err
     assert re.search(r"Suggested loss scale: \d+|Scale 1 (will|would) do", inspected.report), inspected.err
     assert set(layers) <= inspected.layers, inspected.err
@@ -228,7 +220,7 @@ def test_ranks_of_torchrun(tmp_path):
 def test_processes_that_the_script_spawns(tmp_path):
     bare, inspected = both(tmp_path, UNMODIFIED / "spawn.py", "--save", "weights.pt")
     assert bare.code == 0
-    assert same(inspected.weights, bare.weights)
+    assert equal(inspected.weights, bare.weights)
     sessions = [
         Session.load(path.parent) for path in (inspected.directory / "log").glob("*/Regressor/session.mpinspect")
     ]

@@ -164,20 +164,16 @@ def test_an_encoder_and_a_decoder_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("wrap_first", [False, True], ids=["optimizer-first", "wrapper-first"])
-def test_a_distributed_wrapper(tmp_path, wrap_first):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with watched(tmp_path / "run") as run:
-            model = Net(nn.Linear(4, 2))
-            if wrap_first:
-                wrapped = nn.parallel.DistributedDataParallel(model)
-                optimizer = torch.optim.SGD(wrapped.parameters())
-            else:
-                optimizer = torch.optim.SGD(model.parameters())
-                wrapped = nn.parallel.DistributedDataParallel(model)
-            train(wrapped, optimizer)
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_distributed_wrapper(tmp_path, wrap_first, one_rank):
+    with watched(tmp_path / "run") as run:
+        model = Net(nn.Linear(4, 2))
+        if wrap_first:
+            wrapped = nn.parallel.DistributedDataParallel(model)
+            optimizer = torch.optim.SGD(wrapped.parameters())
+        else:
+            optimizer = torch.optim.SGD(model.parameters())
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        train(wrapped, optimizer)
     assert (run.names, run.gradients(), run.steps()) == (["Net"], {"0.weight", "0.bias"}, 3)
 
 

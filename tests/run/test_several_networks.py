@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from equality import equal
 from torch import nn
 from torch.nn import functional as F
 
@@ -47,10 +48,6 @@ class GAN:
             loss = F.softplus(-d.model(g.model(noise))).mean()
         g.backward(loss * generator_times)
         return g.step(), discriminator_stepped
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 # -- a scale each -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from equality import equal
 from torch import nn
 
 from mpinspect import LossScaler, MixedPrecision
@@ -61,10 +62,6 @@ def train(
         mp.backward(loss)
         mp.step()
     return scales
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 # -- the demo's model ---------------------------------------------------------------------------------------------------

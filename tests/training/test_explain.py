@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,15 +174,8 @@ def test_activation_checkpointing(reentrant):
     assert explain(model, model[2](x).sum()).layer == "1"
 
 
-@pytest.fixture
-def one_process(tmp_path: Any) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning:torch")
-def test_data_parallel_models_have_their_own_names(one_process):
+def test_data_parallel_models_have_their_own_names(one_rank):
     model = Backwards()
     wrapped = nn.parallel.DistributedDataParallel(model)
     mp = MixedPrecision(wrapped, torch.optim.SGD(model.parameters(), lr=0.1), "fp16-amp", 2.0**4)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import os
 import random
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -915,45 +914,29 @@ def test_without_cuda_the_scaler_is_disabled_as_in_grad_scaler() -> None:
 # -- several processes ------------------------------------------------------------------------------------------------
 
 
-#: One of two ranks: 6 clean steps, then 5 with a NaN in the loss of rank 0 only, then 3 clean ones.
-RANK = """
-import math, os, sys, types, warnings, torch, torch.distributed as dist
-from mpinspect.training.loss_scaler import LossScaler
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-warnings.simplefilter("ignore")
-for mode in ("hold", "back_off"):
-    weight = torch.ones((), requires_grad=True)
-    # Enough of an optimizer for a scaler; the first real one of a process imports torch.compile, for seconds.
-    optimizer = types.SimpleNamespace(param_groups=[{"params": [weight]}], step=lambda: None)
-    scaler = LossScaler("cpu", 8.0, growth_interval=4, forward_nonfinite=mode)
-    for step in range(14):
-        weight.grad = None
-        scaler.scale(weight * (math.nan if rank == 0 and 6 <= step < 11 else 1.0)).backward()
-        dist.all_reduce(weight.grad)  # as DistributedDataParallel does
-        scaler.step(optimizer)
-        scaler.update()
-    phases = "".join(sorted({skip.phase for skip in scaler.skips}))
-    print(mode, scaler.get_scale(), scaler._get_growth_tracker(), scaler.skipped_steps, phases, flush=True)
-# With torch 2.6 one rank in 25 hangs in destroy_process_group once the other has left.
-os._exit(0)
-"""
+def decisions(folder: Path) -> list[tuple[float, int | None, int, set[str]]]:
+    """Train 6 clean steps, then 5 with a NaN in the loss of rank 0 only, then 3 clean ones, in each mode."""
+    found = []
+    for mode in ("hold", "back_off"):
+        weight = torch.ones((), requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.0)
+        scaler = LossScaler("cpu", 8.0, growth_interval=4, forward_nonfinite=mode)
+        for step in range(14):
+            optimizer.zero_grad()
+            scaler.scale(weight * (math.nan if dist.get_rank() == 0 and 6 <= step < 11 else 1.0)).backward()
+            dist.all_reduce(weight.grad)  # as DistributedDataParallel does
+            scaler.step(optimizer)
+            scaler.update()
+        phases = {skip.phase for skip in scaler.skips}
+        found.append((scaler.get_scale(), scaler._get_growth_tracker(), scaler.skipped_steps, phases))
+    return found
 
 
 def test_two_ranks_make_the_same_decisions(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RANK]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "meet")], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
+    holds, backs_off = zip(*forked_ranks.results(tmp_path, 2, decisions), strict=True)
     # One growth after 4 clean steps; 2 clean ones, 5 held, 2 more: another growth; 1 clean one.
-    assert [lines[0] for lines in said] == ["hold 32.0 1 5 forward"] * 2
-    assert [lines[1] for lines in said] == ["back_off 0.5 3 5 forward", "back_off 0.5 3 5 backward"]
+    assert holds == ((32.0, 1, 5, {"forward"}),) * 2
+    assert backs_off == ((0.5, 3, 5, {"forward"}), (0.5, 3, 5, {"backward"}))
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from equality import equal
 from torch import nn
 
 from mpinspect import Inspector
@@ -71,17 +72,6 @@ class Run:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
-def same(one: Any, other: Any) -> bool:
-    """Return whether two optimizer states are equal, bit for bit."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
 def test_grad_scaler_steps_on_scaled_gradients_and_loss_scaler_does_not() -> None:
     """The gradient is 1 and the learning rate 1. GradScaler unscales first and runs the closure after: 1 - 1024."""
     results = []
@@ -116,7 +106,7 @@ def test_the_same_weights_as_without_a_scaler(kind: str) -> None:
         assert all(map(torch.equal, run.weights, plain.weights))
         assert run.evaluations == plain.evaluations
         assert (scaler.steps, scaler.skipped_steps, scaler._get_growth_tracker()) == (6, 0, 6)
-    assert same(run.optimizer.state_dict(), plain.optimizer.state_dict())
+    assert equal(run.optimizer.state_dict(), plain.optimizer.state_dict())
 
 
 @pytest.mark.parametrize("by_keyword", [False, True])
@@ -134,7 +124,7 @@ def test_an_overflow_in_the_first_evaluation(kind: str, first: bool, by_keyword:
     assert loss.item() == ((run.model(X) - Y).square().mean()).item()
     assert run.evaluations == begun + 1
     assert all(map(torch.equal, run.weights, weights))
-    assert same(run.optimizer.state_dict(), state)
+    assert equal(run.optimizer.state_dict(), state)
     assert (scaler.get_scale(), scaler.skipped_steps, scaler.skips[0].phase) == (512.0, 1, "backward")
     run.step(by_keyword)
     assert not scaler.last_step_skipped
@@ -157,13 +147,13 @@ def test_an_overflow_in_a_later_evaluation(kind: str, begun: int) -> None:
     assert run.scaler.last_step_skipped
     assert [id(parameter) for parameter in run.model.parameters()] == identities
     assert all(map(torch.equal, run.weights, weights))
-    assert same(run.optimizer.state_dict(), state)
+    assert equal(run.optimizer.state_dict(), state)
     assert run.scaler.get_scale() == 512.0
     for _ in range(4):
         run.step()
         untouched.step()
     assert all(map(torch.equal, run.weights, untouched.weights))
-    assert same(run.optimizer.state_dict(), untouched.optimizer.state_dict())
+    assert equal(run.optimizer.state_dict(), untouched.optimizer.state_dict())
     assert (run.scaler.steps, run.scaler.skipped_steps) == (begun + 5, 1)
 
 
@@ -333,7 +323,7 @@ def test_an_error_in_a_closure_restores_the_state(change: str, error: type[Excep
     with pytest.raises(error, match=words):
         scaler.step(run.optimizer, closure)
     assert all(map(torch.equal, run.weights, weights))
-    assert same(run.optimizer.state_dict(), state)
+    assert equal(run.optimizer.state_dict(), state)
     assert scaler.get_scale() == 1024.0
     run.step()
     assert not scaler.last_step_skipped

@@ -174,14 +174,6 @@ def test_a_half_model_is_refused_where_weights_stay_fp32(name, convert):
     assert model[0].weight.dtype == FP32
 
 
-@pytest.fixture
-def one_rank():
-    distributed = torch.distributed
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 def test_a_model_wrapped_already_is_refused(one_rank):
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"wrapped in DistributedDataParallel already.*convert first, wrap after"):

@@ -7,16 +7,15 @@ too. If a step is skipped, a third one runs.
 from __future__ import annotations
 
 import math
-import os
-import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from equality import equal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -140,12 +139,9 @@ def finds_its_scale(rank: int) -> tuple[float, tuple[float, float] | None]:
     return mp.loss_scale, mp.scaler.window
 
 
-def on_one_rank(rank: int, directory: str) -> None:
+def on_each_rank(folder: Path) -> dict[str, Any]:
     """Run every test that needs two processes in one pair."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # warnings on non-finite forwards, which these tests cause
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    rank = dist.get_rank()
     ours = 2.0**100 if rank == 1 else 1.0
     found: dict[str, Any] = {"refusal": refusal()}
     for precision in PRECISIONS:
@@ -159,27 +155,13 @@ def on_one_rank(rank: int, directory: str) -> None:
     found["parts"] = train(wrapped_after, "fp16-master", rank=rank, parts=2)
     found["no_sync"] = accumulates_with_no_sync(rank)
     found["auto"] = finds_its_scale(rank)
-    torch.save(found, Path(directory) / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-    # The results are on disk. A normal exit may end in std::terminate ("without an active exception"), most likely from gloo
-    # threads that outlive the interpreter.
-    os._exit(0)
+    return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of the two processes."""
-    directory = tmp_path_factory.mktemp("ranks")
-    import warm
-
-    status, out, err = warm.run(directory, [__file__, str(directory)])
-    assert status == 0, out + err
-    return [torch.load(directory / f"rank{rank}.pt") for rank in range(RANKS)]
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    return forked_ranks.results(tmp_path_factory.mktemp("ranks"), RANKS, on_each_rank)
 
 
 def by_hand(*steps: int) -> dict[str, torch.Tensor]:
@@ -260,7 +242,3 @@ def test_ranks_that_see_different_gradients_agree_on_one_window(ranks):
     assert window is not None
     assert window == other
     assert window[0] <= first <= window[1]
-
-
-if __name__ == "__main__":
-    torch.multiprocessing.start_processes(on_one_rank, (sys.argv[1],), nprocs=RANKS, start_method="fork")

@@ -28,7 +28,7 @@ from mpinspect.ranges.capture.updates import Updates
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
-from mpinspect.ranges.records import NeverUpdated
+from mpinspect.ranges.records import NeverUpdated, StepsStopped
 from mpinspect.ranges.session import CALLS_LEFT_OUT, CLOSURES_LEFT_OUT, UNEVEN_INPUTS, Event, Measurement
 from mpinspect.reporting.words import some
 from mpinspect.runtime.device_stopwatch import EventStopwatch
@@ -346,3 +346,6 @@ class Capture(Dispatcher):
         is_training = self.optimizers.known or self.scale.any_scaled
         if moved is False and is_training:
             self._recording.record(NeverUpdated(backwards=self.clock.backwards, names=self.optimizers.known))
+        if moved and self.clock.has_stopped:
+            backwards, most = self.clock.backwards_of_step, self.clock.most_backwards
+            self._recording.record(StepsStopped(step=self._recording.progress.steps, backwards=backwards, most=most))

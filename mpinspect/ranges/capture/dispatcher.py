@@ -295,13 +295,14 @@ class Dispatcher(Guarded):
         """End the step in all observers, and begin the next step."""
         self.attempt("finish waiting", self.waiting.finish)
         step = self.clock.step
+        self.scale.step_ends()
         # A broken-off step is an incomplete sample: it is used only if the run has no other sample.
         sampled = self._pace.sampled and (finished or not self._recording.progress.sampled_steps)
         for observer in self.observing:
             self.attempt("finish", observer.end_step, step, sampled)
         if finished and self.meter is not None:
             self.attempt("settle", self._pace.settle, self.meter, self._recording)
-        self.clock.advance()
+        self.clock.advance(finished)
         self._compiled.step_ended(sampled)
         self.step_ended()
         self._recording.step_done(step + finished, self.clock.skipped_steps, self.clock.backwards, sampled)

@@ -13,10 +13,11 @@ import torch
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.ranges.capture.graph import walk
-from mpinspect.ranges.capture.optimizers import stands_still
+from mpinspect.ranges.capture.observations import out_of_reach
+from mpinspect.ranges.capture.optimizers import skips_on_device, stands_still
 from mpinspect.runtime.guard import Guarded, entrance
 from mpinspect.runtime.outputs import tensors_in
-from mpinspect.runtime.torch_calls import AUTOCAST_CACHE_CLEARED, AUTOCAST_MADE, BACKWARD, CLIP_WITH_NORM
+from mpinspect.runtime.torch_calls import AUTOCAST_CACHE_CLEARED, AUTOCAST_MADE, BACKWARD, CLIP_WITH_NORM, GRADIENTS
 
 if TYPE_CHECKING:
     from mpinspect.ranges.capture.dispatcher import Dispatcher
@@ -51,6 +52,7 @@ class Listener(Guarded):
         scaler_watch.listen(self)
         BACKWARD.listen(self.backward_called)
         CLIP_WITH_NORM.listen(self.clipping)
+        GRADIENTS.listen(self.gradients_returned)
         AUTOCAST_MADE.listen(self.autocast_made)
         AUTOCAST_CACHE_CLEARED.listen(self.autocast_cache_cleared)
 
@@ -58,6 +60,7 @@ class Listener(Guarded):
         """Receive no more calls."""
         AUTOCAST_CACHE_CLEARED.unlisten(self.autocast_cache_cleared)
         AUTOCAST_MADE.unlisten(self.autocast_made)
+        GRADIENTS.unlisten(self.gradients_returned)
         CLIP_WITH_NORM.unlisten(self.clipping)
         BACKWARD.unlisten(self.backward_called)
         scaler_watch.unlisten(self)
@@ -117,6 +120,19 @@ class Listener(Guarded):
             for observer in self._dispatcher.at_work:
                 observer.clipping(watched, norm)
 
+    @entrance
+    def gradients_returned(self, outputs: Any, inputs: Any, gradients: Any) -> None:
+        """Pass the results of ``torch.autograd.grad`` to the observers: for this model's parameters, or no model's at all."""
+        if not self._dispatcher.at_work or out_of_reach() is not None:
+            return
+        given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        pairs = [pair for pair in zip(given, gradients, strict=False) if isinstance(pair[1], torch.Tensor)]
+        of_none = not any(isinstance(each, torch.nn.Parameter) for each, _ in pairs)
+        made = list(tensors_in(outputs))
+        if self._optimizers.watched(each for each, _ in pairs) or (of_none and pairs and self._reaches_model(made)):
+            for observer in self._dispatcher.at_work:
+                observer.gradients_returned(made, *map(list, zip(*pairs, strict=True)))
+
     def _reaches_model(self, losses: Iterable[torch.Tensor]) -> bool:
         """Return whether the losses' graph leads to an output of this step's modules; True if that can't be known."""
         starts = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
@@ -136,6 +152,8 @@ class Listener(Guarded):
         """Record that ``scaler.step(optimizer)`` begins."""
         self._waiting.finish_left_behind()
         self._optimizers.scaler_steps(optimizer)
+        if skips_on_device(optimizer):
+            self._scaler_divides(scaler, optimizer)
 
     @entrance
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -154,8 +172,14 @@ class Listener(Guarded):
     def scaler_unscales(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Notify the observers that a scaler is about to unscale an optimizer's gradients."""
         if self._dispatcher.at_work and self._optimizers.owns(optimizer):
+            self._scaler_divides(scaler, optimizer)
             for observer in self._dispatcher.at_work:
                 observer.unscaling(optimizer)
+
+    def _scaler_divides(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        if self._optimizers.owns(optimizer):
+            for observer in self._dispatcher.at_work:
+                observer.scaler_divides(scaler, optimizer)
 
     @entrance
     def scaler_unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:

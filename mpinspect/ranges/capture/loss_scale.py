@@ -10,7 +10,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,8 @@ class BackwardScale:
             exponents.
         unknown: why the scale can't be known; "" if it is known.
         source: ``id`` of the scaler that holds the scale; 0 without a scaler.
+        origin: ``id`` of the GradScaler that multiplied the loss, and the version of its scale, which each update raises; None
+            without one.
         is_aside: whether no scaler multiplied the loss, although a scaler multiplies other losses of the run: its 1 is not the
             run's loss scale.
     """
@@ -43,6 +45,7 @@ class BackwardScale:
     power_of_two: bool = True
     unknown: str = ""
     source: int = 0
+    origin: tuple[int, int] | None = None
     is_aside: bool = False
 
     def agrees_with(self, other: BackwardScale) -> bool:
@@ -93,9 +96,11 @@ def from_scaler(scaler: Any) -> BackwardScale:
         return UNSCALED
     held = getattr(scaler, "_scale", None)
     if isinstance(held, torch.Tensor):
+        origin = origin_of(scaler)
         if held.device.type == "cpu":
-            return from_number(float(held))
-        return BackwardScale(None, held.detach().clone(), power_of_two=_only_powers_of_two(scaler), source=id(scaler))
+            return replace(from_number(float(held)), origin=origin)
+        is_power = _only_powers_of_two(scaler)
+        return BackwardScale(None, held.detach().clone(), power_of_two=is_power, source=id(scaler), origin=origin)
     if callable(getattr(scaler, "get_scale", None)):
         return from_callable(scaler.get_scale)
     loss_scale = getattr(scaler, "loss_scale", None)
@@ -104,6 +109,14 @@ def from_scaler(scaler: Any) -> BackwardScale:
     if loss_scale is not None:
         return from_callable(lambda: loss_scale)
     return BackwardScale(None, unknown=f"{type(scaler).__name__} has neither get_scale() nor loss_scale")
+
+
+def origin_of(scaler: Any) -> tuple[int, int] | None:
+    """Return the ``origin`` of a loss that a scaler would multiply now; None if it is no GradScaler. Never waits."""
+    held = getattr(scaler, "_scale", None)
+    if isinstance(held, torch.Tensor):
+        return id(scaler), held._version
+    return None
 
 
 def _only_powers_of_two(scaler: Any) -> bool:
@@ -159,6 +172,8 @@ class ScaleOfBackward:
         self.scaler: Any = None
         #: Whether any GradScaler has scaled a loss, perhaps of another model; and whether a backward of this one began at one.
         self.any_scaled = self._was_scaled = False
+        #: Why the scale of a backward of this step is not known, as long as no scaler is seen; "" without such a backward.
+        self._unseen = ""
 
     def now(self, in_half: bool) -> tuple[BackwardScale, bool]:
         """Return the scale of the running backward, and whether this is the first call within that backward.
@@ -178,9 +193,15 @@ class ScaleOfBackward:
             self.last, self.scaler = scaled.scale, scaled.scaler()
             self.by_scaler = scaled.scale is not UNSCALED
             self._was_scaled |= self.by_scaler
-        if self.last.unknown:
+        if self.last.unknown and not self._unseen:
             self._recording.scale_unknown(self.last.unknown)
         return self.last, True
+
+    def step_ends(self) -> None:
+        """Record that a backward's scale is not known, unless the step has shown a scaler since: then it was not scaled."""
+        if self._unseen and not self._was_scaled:
+            self._recording.scale_unknown(self._unseen)
+        self._unseen = ""
 
     def loss_scaled(self, scaler: Any, scaled: Any) -> list[torch.Tensor]:
         """Record the scale of losses that a GradScaler scaled, for their backward; return the scaled losses that have one."""
@@ -239,9 +260,9 @@ class ScaleOfBackward:
             return from_scaler(others[0])
         if self._was_scaled:
             return _ASIDE
-        reason = self._why_unknown(in_half)
-        if reason:
-            return BackwardScale(None, unknown=reason)
+        self._unseen = self._unseen or self._why_unknown(in_half)
+        if self._unseen:
+            return BackwardScale(None, unknown=self._unseen)
         return UNSCALED
 
     def _why_unknown(self, in_half: bool) -> str:

@@ -212,6 +212,9 @@ class Observer:
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Handle losses that a scaler has multiplied; ``scaled`` are the products that have a backward."""
 
+    def scaler_divides(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Handle that a scaler is about to divide the optimizer's gradients, itself or within a fused optimizer's step."""
+
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare for a scaler to divide the optimizer's gradients by the scale, in ``unscale_`` or in its ``step``."""
 
@@ -229,6 +232,11 @@ class Observer:
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Handle a call of ``backward`` or ``torch.autograd.backward`` with these losses, before the backward begins."""
+
+    def gradients_returned(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Handle the gradients of the outputs that ``torch.autograd.grad`` has returned, one for each input."""
 
     def graph_read(self, formats: list[str]) -> None:
         """Handle the dtypes of the values in the losses' graph ("": some could not be read), where calls were not seen."""

@@ -19,6 +19,8 @@ from mpinspect.runtime.meter import Meter
 
 #: Maximum number of micro-batches per step without a known optimizer, even without an update, to bound the memory.
 _MOST_MICRO_BATCHES = 256
+#: Steps have stopped after this many backwards without one, and this many times as many as in any step before.
+_FEWEST_OF_STOPPED, _MANY_TIMES = 12, 4
 
 
 #: Up to this many calls of a module in one forward are all observed. Of more calls, this many to twice as many are, evenly
@@ -81,6 +83,8 @@ class StepClock:
         self.measured = False
         self._seen_steps = 0
         self.backwards = 0
+        #: Backwards of the unfinished step, and the most in a finished one.
+        self.backwards_of_step = self.most_backwards = 0
         self.skipped_steps = 0
         #: Forwards since the running step of an optimizer began: calls of its closure. None outside of such a step.
         self._closures: int | None = None
@@ -122,6 +126,13 @@ class StepClock:
         """Whether the running optimizer's step has called its closure more often than the calls are observed."""
         return self._closures is not None and self._closures > MOST_CLOSURES
 
+    @property
+    def has_stopped(self) -> bool:
+        """Whether far more backwards have run since the last step than ran in any step before."""
+        return self.has_optimizers and self.backwards_of_step >= max(
+            _FEWEST_OF_STOPPED, _MANY_TIMES * self.most_backwards
+        )
+
     def optimizer_begins(self) -> None:
         """Record that an optimizer begins its step, which may call a closure."""
         self._closures = 0
@@ -150,6 +161,7 @@ class StepClock:
         """Record a backward that reaches the model."""
         if not self.after_backward:
             self.backwards += 1
+            self.backwards_of_step += 1
         self.in_forward, self.after_backward = False, True
 
     def backward_again(self, updated: Callable[[], bool]) -> bool:
@@ -185,9 +197,12 @@ class StepClock:
         self.skipped_steps += skipped
         return all(known in self._done for known in self._known)
 
-    def advance(self) -> None:
-        """Begin the next step."""
+    def advance(self, finished: bool = True) -> None:
+        """Begin the next step; if the last one was broken off, its backwards still count as without an optimizer's step."""
         self.step += 1
+        if finished:
+            self.most_backwards = max(self.most_backwards, self.backwards_of_step)
+            self.backwards_of_step = 0
         self.micro_batch = 0
         self._done.clear()
         self.in_forward = self.after_backward = False

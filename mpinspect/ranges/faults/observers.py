@@ -17,12 +17,13 @@ from mpinspect.ranges.faults.measure.averaged import Averaged
 from mpinspect.ranges.faults.measure.averages import Averages
 from mpinspect.ranges.faults.measure.buffers import Buffers
 from mpinspect.ranges.faults.measure.examination import Examination
+from mpinspect.ranges.faults.measure.flushed import AskedGradients, DividedGradients
 from mpinspect.ranges.faults.measure.handed_over import HandedOver
 from mpinspect.ranges.faults.measure.ledger import Ledger
 from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
 from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.faults.measure.measuring import Run
-from mpinspect.ranges.faults.measure.new_scalers import NewScalers
+from mpinspect.ranges.faults.measure.new_scalers import NewScalers, ScalesUsed
 from mpinspect.ranges.faults.measure.overflowed_norms import OverflowedNorms
 
 
@@ -38,7 +39,18 @@ def diagnosing_observers(
     asked = (RecipeLosses(recipes, recording),) if recipes else ()
     run = Run(layers, parameters, optimizers, Masters(parameters, optimizers), clock, recording)
     kinds = (
-        *(Ledger, NewScalers, MasterGradients, HandedOver, Averages, Averaged, Accumulation, Buffers, Autocasts),
-        *(Examination, OverflowedNorms),
+        *(
+            Ledger,
+            NewScalers,
+            ScalesUsed,
+            MasterGradients,
+            HandedOver,
+            Averages,
+            Averaged,
+            Accumulation,
+            Buffers,
+            Autocasts,
+        ),
+        *(Examination, OverflowedNorms, DividedGradients, AskedGradients),
     )
     return (*(kind(run) for kind in kinds), *asked)

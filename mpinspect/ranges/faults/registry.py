@@ -36,6 +36,7 @@ DIAGNOSES: tuple[Fault, ...] = (
     *second.FAULTS,
     *narrow.FAULTS,
     gradients_lost.NEVER_UPDATED,
+    gradients_lost.STEPS_STOPPED,
     *gradients_lost.GONE,
     *replaced.FAULTS,
     *gradients_lost.OF_EARLIER_STEPS,

@@ -8,7 +8,7 @@ from mpinspect.ranges.analysis.comparison import LayerChange, Parting, RangeDiff
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.parting import LEAST_BEYOND
-from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.analysis.report import RangeReport, Verdict
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import kind_named, phrase
 from mpinspect.ranges.report.document import change_blocks
@@ -114,20 +114,25 @@ def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
 def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
     """Yield the change that the broken run needs, B's if both are broken; if A alone is, first the settings that differ.
 
+    A warning of both runs is no difference, so it has no change here.
+
     Args:
         above: the headline, whose sentences are not repeated.
     """
-    for name, report in (("B", diff.second), ("A", diff.first)):
-        verdict = report.verdict
-        if verdict.healthy is not False:
-            continue
-        if name == "A":
-            names = ", ".join(change.name for change in diff.settings) or "none that was recorded"
-            yield Line(f"B has no such trouble. Settings that differ: {names}.")
-        said = (sentence for sentence in verdict.sentences if sentence.partition(": ")[2].rstrip(".") not in above)
-        yield from (Line(f"{name}: {sentence}", "lead") for sentence in said)
-        yield from change_blocks(verdict, f" in {name}")
-        return
+    first, second = diff.first.verdict, diff.second.verdict
+    if second.healthy is False and (trouble(diff) or any(finding.is_alarm for finding in diff.new)):
+        yield from _change(second, "B", above)
+    elif first.healthy is False and second.healthy is not False:
+        names = ", ".join(change.name for change in diff.settings) or "none that was recorded"
+        yield Line(f"B has no such trouble. Settings that differ: {names}.")
+        yield from _change(first, "A", above)
+
+
+def _change(verdict: Verdict, name: str, above: str) -> Iterator[Block]:
+    for sentence in verdict.sentences:
+        if sentence.partition(": ")[2].rstrip(".") not in above:
+            yield Line(f"{name}: {sentence}", "lead")
+    yield from change_blocks(verdict, f" in {name}")
 
 
 def _parting(diff: RangeDiff) -> str:

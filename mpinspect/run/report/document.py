@@ -165,7 +165,7 @@ def _models(report: RunReport, everything: bool) -> Parts:
 
 def _front(report: RunReport) -> Front:
     """Return the first screen of the run's page: one map with a switch between the models, and the findings of all of them."""
-    gravest = sorted(report.parts, key=_gravity)[-1:]
+    gravest = sorted(report.parts, key=_gravity, reverse=True)[:1]
     state, tone = _state(report)
     labelled = zip(report.labels, report.parts, strict=True)
     found = [each for label, part in labelled for each in listed(part.ranges, label)]

@@ -33,6 +33,7 @@ from mpinspect.ranges.faults.measure.singularities import (
 from mpinspect.ranges.kinds import ACTIVATION
 from mpinspect.ranges.records import (
     BrokenLoss,
+    BrokenWeights,
     Examined,
     ExaminedArgument,
     ExaminedBatch,
@@ -204,7 +205,9 @@ class Examination(Measuring):
         self._name_operations(starts)
         # This step's update has not been applied yet, so these weights made the loss.
         norms = self._weight_norms().read()
-        if not all(map(math.isfinite, norms.values())):
+        broken = tuple(name for name, norm in norms.items() if not math.isfinite(norm))
+        if broken:
+            self._record_names(BrokenWeights(step=step, names=broken, of=len(norms)))
             # Non-finite weights explain every later infinity or NaN, so the examination ends.
             self._examined = _MOST_EXAMINED
             return

@@ -1,7 +1,7 @@
 """An observer that compares a few elements of the masters, and of their gradients, with those of the weights.
 
 The loop's own code transfers them. The observer records gradients of earlier steps that were added, masters that are stepped but
-never copied back, and masters that their weights overwrite.
+never copied back, masters that their weights overwrite, and masters that differ from their weights before the first step.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward
-from mpinspect.ranges.faults.measure.masters import Samples, samples
+from mpinspect.ranges.faults.measure.masters import Samples, agree, samples
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
-from mpinspect.ranges.records import MastersAddedUp, MastersNotCopied, MastersOverwritten
+from mpinspect.ranges.records import MastersAddedUp, MastersNotCopied, MastersOverwritten, MastersStale
 from mpinspect.runtime.distributed import has_process_group
 
 #: Minimum number of the masters' steps after which the weights must have changed.
@@ -64,6 +64,8 @@ class MasterGradients(Measuring):
         self._steps = 0
         #: A few elements of the masters after their last step, by the optimizer's id.
         self._after: dict[int, Samples] = {}
+        #: By the optimizer's id, elements of its unknown tensors and of the weights without a master, before any step.
+        self._unmatched: dict[int, tuple[Samples, Samples]] = {}
         self._now = _Step()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
@@ -90,6 +92,8 @@ class MasterGradients(Measuring):
         if not self.at_work:
             return
         masters = list(self._masters.of(optimizer))
+        if not self._stepped:
+            self._unmatched[id(optimizer)] = self._masters.unmatched(optimizer)
         if masters and self._began is None:
             self._began = _values(self._masters.weights())
         if masters and id(optimizer) in self._after:
@@ -115,6 +119,7 @@ class MasterGradients(Measuring):
         """Record masters that changed while their weights did not."""
         super().run_ends()
         self._masters.settle()
+        self._find_stale()
         if self._began is None or self._steps < _FEWEST_STEPS:
             return
         weights = {each.name: each.parameter for each in self._masters.weights()}
@@ -130,6 +135,21 @@ class MasterGradients(Measuring):
         if is_still and 2 * len(moved) > len(masters):
             names = tuple(moved)
             self._record_names(MastersNotCopied(step=self._clock.step, names=names, steps=self._steps, of=len(masters)))
+
+    def _find_stale(self) -> None:
+        """Record masters that became equal to their weights only when the first step copied them into the weights."""
+        masters, weights = (
+            ({}, {}) if not self._unmatched else map(_read_all, zip(*self._unmatched.values(), strict=True))
+        )
+        pairs = [
+            (watched.name, masters[key], weights[watched.name])
+            for watched in self._masters.all()
+            if (key := str(id(watched.parameter))) in masters and watched.name in weights
+        ]
+        stale = {name: ~same for name, *both in pairs if not (same := agree(*both)).all()}
+        if 2 * len(stale) > len(pairs):
+            changed = float(torch.cat([*stale.values()]).double().mean())
+            self._record_names(MastersStale(names=tuple(stale), changed=changed, of=len(pairs)))
 
     def _compare_with_weights(self, after: Samples, masters: Sequence[WatchedParameter]) -> None:
         """Find masters that changed between two steps and now equal their weights: the weights overwrote them."""
@@ -176,6 +196,10 @@ class MasterGradients(Measuring):
                     of=len(sums),
                 )
             )
+
+
+def _read_all(found: Iterable[Samples]) -> dict[str, torch.Tensor]:
+    return {name: values for each in found for name, values in each.read().items()}
 
 
 def _gradients(parameters: Iterable[WatchedParameter]) -> Samples:

@@ -72,8 +72,12 @@ def are_close(masters: Mapping[str, torch.Tensor], weights: Mapping[str, torch.T
     one, other = samples(masters.items()).read(), samples(weights.items()).read()
     if not one or one.keys() != other.keys():
         return False
-    pairs = [(one[name], other[name]) for name in one]
-    return all(torch.allclose(master, weight, rtol=_ROUNDING, atol=_FLUSHED) for master, weight in pairs)
+    return all(bool(agree(one[name], other[name]).all()) for name in one)
+
+
+def agree(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return, element by element, whether the values agree up to a rounding in either direction."""
+    return torch.isclose(master, weight, rtol=_ROUNDING, atol=_FLUSHED)
 
 
 class Masters:
@@ -194,6 +198,11 @@ class Masters:
             for optimizer in self._optimizers.living()
             for each in self._foreign(optimizer)
         )
+
+    def unmatched(self, optimizer: _Optimizer) -> tuple[Samples, Samples]:
+        """Return elements of an optimizer's foreign tensors, by their ids, and of the weights that no optimizer steps."""
+        foreign = samples((str(id(each)), each) for each in self._foreign(optimizer))
+        return foreign, samples((watched.name, watched.parameter) for watched in self._without_master())
 
     def _foreign(self, optimizer: _Optimizer) -> Iterator[torch.nn.Parameter]:
         own = {id(watched.parameter) for watched in self._optimizers.parameters(optimizer)}

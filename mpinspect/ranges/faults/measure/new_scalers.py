@@ -1,12 +1,17 @@
-"""An observer that counts the steps with a newly made gradient scaler."""
+"""Observers of scalers' calls, which read no tensor: new scalers, and scales that change before they divide."""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any
 
+import torch
+
 from mpinspect.ranges import records
+from mpinspect.ranges.capture.loss_scale import origin_of
+from mpinspect.ranges.capture.observations import Backward
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
+from mpinspect.runtime.guard import hides_modes
 
 #: Number of steps with a new scaler before the first record, which does not wait for the run's end: it may be killed.
 _MANY = 3
@@ -55,3 +60,64 @@ class NewScalers(Measuring):
 
     def _tell(self) -> None:
         self._record(records.NewScalers(step=self._first, new=self._new, steps=self._steps))
+
+
+class ScalesUsed(Measuring):
+    """Compares the scale by which a scaler divides each gradient with the scale that multiplied its loss."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        #: For each gradient, by parameter: its object and version after its last backward, and the origins of its terms.
+        self._made: dict[str, tuple[tuple[int, int], set[tuple[int, int]]]] = {}
+        self._divided: set[str] = set()
+        self._origin: tuple[int, int] | None = None
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Activate this observer in measured steps."""
+        self.at_work = self.wants_backward_end = self._clock.measured
+
+    def backward_begins(self, backward: Backward) -> None:
+        """Forget the gradients that the loop has changed or cleared since their backward."""
+        self._origin = backward.scale.origin
+        states = self._states()
+        self._made = {name: made for name, made in self._made.items() if states.get(name) == made[0]}
+
+    def backward_ends(self) -> None:
+        """Record the origin of the gradients that this backward has made or added to."""
+        for name, state in self._states().items():
+            before, origins = self._made.get(name, (None, set()))
+            if state != before and self._origin is not None:
+                self._made[name] = state, origins | {self._origin}
+                self._divided.discard(name)
+
+    def scaler_divides(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Record the gradients whose loss was multiplied by another scale."""
+        names = [watched.name for watched in self._optimizers.parameters(optimizer)]
+        now, found = origin_of(scaler), {name: self._made[name][1] for name in names if name in self._made}
+        other = [name for name, origins in found.items() if origins != {now}]
+        if now is not None and other:
+            self._record_names(
+                records.DividedByAnother(
+                    step=self._clock.step,
+                    names=tuple(other),
+                    of=len(found),
+                    other_scaler=any(source != now[0] for source, _ in found[other[0]]),
+                    repeated=other[0] in self._divided,
+                )
+            )
+        self._divided.update(names)
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget the optimizer's gradients, which are used up."""
+        for watched in self._optimizers.parameters(optimizer):
+            self._made.pop(watched.name, None)
+            self._divided.discard(watched.name)
+
+    step_skipped = optimizer_stepped
+
+    def _states(self) -> dict[str, tuple[int, int]]:
+        if hides_modes():
+            # Under a dispatch mode, foreach operators such as those of zero_grad raise no version.
+            return {}
+        gradients = ((watched.name, watched.parameter.grad) for watched in self._parameters)
+        return {name: (id(gradient), gradient._version) for name, gradient in gradients if gradient is not None}

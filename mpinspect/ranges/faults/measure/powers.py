@@ -2,7 +2,8 @@
 
 A loss that a scaler has multiplied carries the scale to the power 1, and so do its gradients, until the scaler divides them. A
 sum of terms with different powers is a fault: a penalty on gradients that were never divided, weight decay on scaled gradients,
-one backward scaled and another not. Only operators are read, never a tensor's values. Powers belong to storages, so that views
+one backward scaled and another not. A number that limits a scaled value is one too, if it changes any element: there alone
+values are read. Powers belong to storages, so that views
 need no bookkeeping. Where an operator's effect on the power is not certain, the power is unknown, and nothing is reported.
 """
 
@@ -20,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
 from mpinspect.ranges.faults.measure.twins import storage_key
-from mpinspect.ranges.records import MixedPowers
+from mpinspect.ranges.records import MixedPowers, Record, WrittenByLoop
 from mpinspect.runtime.user_line import innermost_line
 
 #: A power; None if it is unknown, and ZERO for zeros, which may be added to anything.
@@ -33,6 +34,9 @@ _SUMS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("index_add", "scatter_add"), (3,)),
     **dict.fromkeys(("addmm", "addmv", "addr", "addbmm", "baddbmm", "addcmul"), (1, 2)),
 }
+#: Operators that compare a value with the bounds in their other arguments, or keep it within these.
+_COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
+_LIMITS = _COMPARISONS | {"clamp", "clamp_min", "clamp_max"}
 _PRODUCTS = frozenset({"mul", "mm", "bmm", "mv", "dot", "vdot", "convolution"})
 _EXPONENTS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0, "var": 2.0, "std": 1.0}
 #: Operators whose result has the power of their first tensor.
@@ -90,6 +94,7 @@ class PowersOfScale:
         #: Numbers that the loop has multiplied by since.
         self._numbers: set[float] = set()
         self._found: MixedPowers | None = None
+        self._written: WrittenByLoop | None = None
         #: Sums in gradients, by storage: they do no harm until a scaler divides the gradient or an optimizer takes it.
         self._in_gradients: dict[int, MixedPowers | None] = {}
         #: Storages whose values the step has divided by the scale.
@@ -126,10 +131,14 @@ class PowersOfScale:
         in_optimizer: bool,
     ) -> None:
         """Follow one operator; ``frame`` is its caller's."""
-        if self._is_ours or self._found is not None:
-            # Later sums follow from the first.
+        if self._is_ours:
             return
         name = func.overloadpacket.__name__
+        if self._written is None and func._schema.is_mutable and not in_optimizer:
+            self._write(name, args, frame)
+        if self._found is not None:
+            # Later sums follow from the first.
+            return
         if in_optimizer or name == "_amp_foreach_non_finite_check_and_unscale_":
             self._takes(_tensors(args))
         if name == "_local_scalar_dense":
@@ -145,9 +154,9 @@ class PowersOfScale:
         elif not _is_view(func):
             self._one(_Operator(name, args, frame, in_optimizer), result)
 
-    def records(self) -> list[MixedPowers]:
-        """Return the first sum of terms with different powers, if there was one."""
-        return list(filter(None, [self._found]))
+    def records(self) -> list[Record]:
+        """Return the first sum of terms with different powers, if any, and the loop's first own write to a weight."""
+        return list(filter(None, [self._found, self._written]))
 
     # -- operators --------------------------------------------------------------------------------------------------
 
@@ -156,6 +165,8 @@ class PowersOfScale:
         operator = operator._replace(name=operator.name.rstrip("_"))
         name, args = operator.name, operator.args
         results = _tensors(result)
+        if name in _LIMITS and not operator.in_optimizer and self._power(args[0]) == 1.0:
+            self._limited(operator, results[0])
         terms = self._terms(name, args)
         power = _merged(*terms) if terms else self._result(name, args)
         if is_in_place and power == 0.0 and name in ("mul", "div"):
@@ -241,6 +252,43 @@ class PowersOfScale:
                 self._found = self._mixed(operator, (0.0, power - by), "optimizer", (parameter, gradient))
                 return
 
+    def _write(self, name: str, args: tuple[Any, ...], frame: FrameType) -> None:
+        """Record the loop's own write to a weight; a module's forward may write its weights as well."""
+        written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        if torch._C._current_autograd_node() is not None or self._module():
+            return
+        keys = {storage_key(each) for each in written if isinstance(each, torch.Tensor) and _has_storage(each)}
+        found = (path for path, weight in self._parameters if _has_storage(weight) and storage_key(weight) in keys)
+        path = next(found, None)
+        if path is not None:
+            self._written = WrittenByLoop(name=path, names=(name, innermost_line(frame)))
+
+    # -- limits -----------------------------------------------------------------------------------------------------
+
+    def _limited(self, operator: _Operator, result: torch.Tensor) -> None:
+        """Handle a limit of a scaled value, such as a gradient's clamp in a hook; waits for the GPU."""
+        name, args = operator.name, operator.args
+        lower = args[1]
+        bounds = [each for each in args[1:3] if each is not None and self._is_constant(each)]
+        if name.startswith("clamp") and name != "clamp_max" and bounds == [lower] and _is_epsilon(lower):
+            return
+        shares = [0.0]
+        for bound in bounds:
+            differs = result == bound
+            if name in _COMPARISONS:
+                differs = result != getattr(torch, name)(args[0] / self._scale, bound)
+            shares.append(float(differs.float().mean()))
+        if max(shares) > 0:
+            mixed = self._mixed(operator, (1.0, 0.0), "limit", args[:1])
+            self._found = mixed and replace(mixed, share=max(shares))
+
+    def _is_constant(self, bound: Any) -> bool:
+        """Return whether a bound is certainly not multiplied by the loss scale, and neither zero nor infinite."""
+        if isinstance(bound, torch.Tensor):
+            return self._power(bound) == 0.0
+        # A multiple of the scale has more digits than its factor.
+        return 0 < abs(bound) < math.inf and _digits(bound) < _digits(bound / self._scale)
+
     # -- sums -------------------------------------------------------------------------------------------------------
 
     def _terms(self, name: str, args: tuple[Any, ...]) -> tuple[Power, Power] | None:
@@ -254,9 +302,7 @@ class PowersOfScale:
 
     def _term(self, value: Any) -> Power:
         """Return the power of a term, which may be a number."""
-        if isinstance(value, (int, float)) and abs(value) < _EPSILON:
-            return ZERO
-        return self._factor(value, None)
+        return ZERO if _is_epsilon(value) else self._factor(value, None)
 
     def _differ(self, operator: _Operator, powers: tuple[Power, Power], results: list[torch.Tensor]) -> None:
         """Handle a sum whose terms have different powers."""
@@ -324,6 +370,15 @@ class PowersOfScale:
             if power == ZERO or known is None or known[0].expired():  # type: ignore[no-untyped-call]
                 self._in_gradients.pop(storage._cdata, None)
             self._known[storage._cdata] = (StorageWeakRef(storage), power)  # type: ignore[no-untyped-call]
+
+
+def _digits(number: float) -> int:
+    """Return how many significant decimal digits a number has, up to 12."""
+    return len(f"{number:.11e}".partition("e")[0].rstrip("0").strip("-"))
+
+
+def _is_epsilon(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < _EPSILON
 
 
 def _times(first: Power, second: Power) -> Power:

@@ -67,7 +67,7 @@ _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = (
     _ADDITIONS
-    | {aten.lerp_}
+    | {aten.rsub, aten.lerp_}
     | {
         *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
     }
@@ -111,6 +111,8 @@ _LEAST_KEPT = 2.0**-6
 _ABSORBED = 0.5
 #: The least number of elements of an addition that is judged: a few may be absorbed by chance.
 _FEWEST = 64
+#: The same of a difference, which is judged by the norm of all its elements, such as one for each channel.
+_FEWEST_OF_ONE = 16
 #: The fewest rows of scores of which a top k is judged, and the least share of them whose choice is arbitrary.
 _FEWEST_ROWS, _LEAST_TIED = 8, 0.01
 #: The least error of an argument near zero, relative to its exact value.
@@ -344,7 +346,7 @@ class SecondComputation:
         elif operator in _AMPLIFYING:
             if operator in _ADDITIONS and is_rounded:
                 self._compare_addition(pending, value, local)
-            if value.numel() >= _FEWEST:
+            if value.numel() >= _FEWEST_OF_ONE:
                 self._compare_errors(pending, value, twin)
 
     def _compare_argument(self, pending: Pending, value: torch.Tensor) -> None:

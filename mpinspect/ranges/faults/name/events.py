@@ -243,7 +243,7 @@ class _Backward(Sentences):
     )
     SKIPPED = "{skipped_steps} of {all_steps} steps were skipped."
     GROWS_OFTEN = (
-        "The scaler doubles its scale after {interval:g} steps without an overflow (growth_interval={interval:g}; torch's "
+        "The scaler doubles its scale after {interval:count step} without an overflow (growth_interval={interval:g}; torch's "
         "default is {default_interval}), and so overflows again and again."
     )
     SCALER_SKIPPED = "The scaler skipped {all}."
@@ -251,6 +251,7 @@ class _Backward(Sentences):
     ONE_OF_BOTH = "The scaler or the loop discarded {all}."
 
     SMALLER_SCALE = "Take a smaller loss scale; torch.amp.GradScaler, which skips such steps, finds one by itself."
+    GROW_LATER = "Let the scaler grow after more steps: its default is growth_interval={default_interval}."
     NO_SCALE = "Train without a loss scale (1): none is needed."
     TAKE_SCALE = "Take a loss scale of {recommended:.17g}, or begin with it in a scaler that skips such steps."
     SEARCH_COMPILED = (
@@ -300,7 +301,7 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
             "backwards": session.progress.backwards,
             "stepped": stepped and stepped.step,
             "all_steps": session.progress.steps,
-            "interval": interval,
+            "interval": interval and int(interval),
             "default_interval": LONGEST_GROWTH_INTERVAL,
             "recommended": case.advised.advice.recommended,
         },
@@ -328,7 +329,8 @@ def _outcome(
     if _lowest_scale(events) <= LOWEST_USEFUL_SCALE:
         return "warning", (_Backward.SKIPPED,), (_Backward.LOOK,)
     if _keeps_skipping(sorted({event.step for event in events}), skipped, session):
-        return "warning", (_Backward.SKIPS_TOO_OFTEN,), (_take(case.advised.advice),)
+        fix = _Backward.GROW_LATER.when(_short_interval(session)) or _take(case.advised.advice)
+        return "warning", (_Backward.SKIPS_TOO_OFTEN,), (fix,)
     return "info", (_discarded(events),), ()
 
 

@@ -14,10 +14,10 @@ from mpinspect.ranges.analysis.precision import damped_by_epsilon, holds_without
 from mpinspect.ranges.analysis.scale_advice import Decision, Loss
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.analysis.scale_words import in_steps
-from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.scaling import crowded, divisors
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.records import WeightGrowth
 from mpinspect.ranges.session import Session
@@ -55,7 +55,11 @@ def _scale_unknown(case: Case) -> Iterator[Found]:
     False alarms: A loop that scales by hand is reported until the inspector is given the scale.
     """
     if not case.progress.scale_known:
-        yield Found(_Unknown.AS_THEY_ARRIVED, {"reason": case.advised.advice.reason}, fix=_Unknown.GIVE)
+        # Other backwards of the run have a scaler, or a loop by hand has a finding of its own.
+        is_known_elsewhere = bool(case.scalers) and any(change.scale for change in case.progress.scales)
+        is_mild = is_known_elsewhere or divisors(case) is not None
+        reason = {"reason": case.advised.advice.reason}
+        yield Found(_Unknown.AS_THEY_ARRIVED, reason, fix=_Unknown.GIVE.when(not is_mild), is_mild=is_mild)
 
 
 class _Diverged(Sentences):
@@ -233,13 +237,7 @@ def _already_flushed(case: Case) -> Iterator[Found]:
 
 def _flushed_on_arrival(gradients: Collection[LayerReport]) -> Iterator[Found]:
     """Yield a finding if gradients whose loss scale is not known likely lost too much before counting."""
-    hiding = {
-        layer.key: Visibility(layer.histogram, layer.floor_exponent)
-        for layer in gradients
-        if layer.histogram is not None and layer.floor_exponent is not None and not layer.rounding_noise
-    }
-    likely = {key: seen for key, seen in hiding.items() if seen.likely_hidden_l1_share() > LOST_L1_TOLERANCE}
-    if likely:
+    if likely := crowded(gradients):
         key = max(likely, key=lambda key: likely[key].likely_hidden_l1_share())
         layer = next(layer for layer in gradients if layer.key == key)
         yield _were_flushed(layer, likely[key], FLOAT16, True, len(likely), _Before.TAKE_OR_SCALE)

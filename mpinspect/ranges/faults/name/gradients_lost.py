@@ -9,7 +9,15 @@ from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, Case, FP32Weights, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
-from mpinspect.ranges.records import ChangedBeforeStep, LeftOver, MastersAddedUp, MastersNotCopied, NeverUpdated, Stale
+from mpinspect.ranges.records import (
+    ChangedBeforeStep,
+    LeftOver,
+    MastersAddedUp,
+    MastersNotCopied,
+    NeverUpdated,
+    Stale,
+    StepsStopped,
+)
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled
 
@@ -72,6 +80,38 @@ def _no_step(measured: NeverUpdated, case: Case) -> Found:
         fix,
         _Never.SCALER_STEP.when(case.scalers or broke) or _Never.OPTIMIZER_STEP,
     )
+
+
+class _Stopped(Sentences):
+    STOPPED = (
+        "No optimizer step followed step {last_step}: {backwards:.0f} backwards have run since, and each step before had at most "
+        "{most:.0f}."
+    )
+    MAY_ADD_UP = (
+        "A loop that skips a step without zeroing the gradients adds each backward to the last one, so that a limit which they "
+        "exceeded once is exceeded ever after."
+    )
+    ZERO_FIRST = (
+        "Zero the gradients before each backward, also after a skipped step. See why the first step was skipped."
+    )
+    ZERO_THEN_BACKWARD = "optimizer.zero_grad()  # first in the loop, before any continue\nloss.backward()"
+
+
+def _steps_stopped(case: Case) -> Iterator[Found]:
+    """Backwards that go on after the optimizer has stepped for the last time.
+
+    False alarms: A script that reads many gradients after its training, such as attributions, is reported.
+    """
+    for measured in case.recorded(StepsStopped):
+        yield Found(
+            (_Stopped.STOPPED, _Stopped.MAY_ADD_UP),
+            {"backwards": measured.backwards, "most": measured.most},
+            {"last_step": measured.step - 1},
+            _Stopped.ZERO_FIRST,
+            _Stopped.ZERO_THEN_BACKWARD,
+            step=measured.step,
+            is_inferred=True,
+        )
 
 
 # -- gradients that became zero -----------------------------------------------------------------------------------------
@@ -283,6 +323,7 @@ def _stale(case: Case) -> Iterator[Found]:
 
 
 NEVER_UPDATED = Fault("never-updated", "error", _never_updated, (_Never, Inspect))
+STEPS_STOPPED = Fault("steps-stopped", "warning", _steps_stopped, (_Stopped,))
 GONE = (
     Fault("gradients-clipped-to-zero", "error", _clipped_to_zero, (_Clipped, FP32Weights), ("non-finite-event",)),
     Fault("gradients-zeroed", "error", _zeroed, (_Zeroed,)),

@@ -1,4 +1,4 @@
-"""Infinities and NaNs in gradients that were replaced by finite values before the optimizer's step."""
+"""Infinities and NaNs in gradients that pass by the scaler's check: replaced by finite values, or written into weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from mpinspect.ranges.faults.name.case import Case, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.ranges.records import ReplacedBeforeStep
-from mpinspect.ranges.session import Event, TensorKey, TensorWindow
+from mpinspect.ranges.records import BrokenWeights, ReplacedBeforeStep, WrittenByLoop
+from mpinspect.ranges.session import END, SKIPPED, Event, TensorKey, TensorWindow
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled, with_power
 
@@ -75,6 +75,55 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
         )
 
 
+class _Broken(Sentences):
+    WRITTEN = (
+        "In step {step} {weights:some 3} became infinite or NaN although no optimizer had stepped: the backward of step "
+        "{overflowed} overflowed at the loss scale {loss_scale:scale}, and the loop's own code{line} writes to the weights. A "
+        "GradScaler skips its optimizer's step alone."
+    )
+    CHECK_FIRST = (
+        "Unscale gradients before anything is computed from them, and leave out a step whose gradients are not finite."
+    )
+    UNSCALE_AND_CHECK = (
+        "scaler.scale(loss).backward()\n"
+        "scaler.unscale_(optimizer)\n"
+        "is_finite = all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)\n"
+        "scaler.update()  # lowers the scale after an overflow\n"
+        "if is_finite:\n    perturb(model)  # then the second backward"
+    )
+
+
+def _broken_by_loop(case: Case) -> Iterator[Found]:
+    """Weights that became infinite or NaN by a write outside of the step that a scaler guards, after an overflow.
+
+    False alarms: That the gradients made the weights infinite is inferred: they overflowed in the backward before, and no
+    optimizer had stepped on them.
+    """
+    broken = next(case.recorded(BrokenWeights), None)
+    if broken is None:
+        return
+    before = [event for event in case.events if event.step <= broken.step and event.phase != END]
+    # The first event of its step, a backward's, precedes a forward that breaks in the same step.
+    overflow = next((event for event in reversed(before) if event.phase == "backward"), None)
+    if overflow is None or overflow.step < broken.step - 1 or any(event.story != SKIPPED for event in before):
+        return
+    written = next(case.recorded(WrittenByLoop), None)
+    yield Found(
+        _Broken.WRITTEN,
+        {**broken.figures, "names": list(broken.names[:MOST_NAMES]), "loss_scale": overflow.loss_scale},
+        {
+            "weights": list(broken.names),
+            "overflowed": overflow.step,
+            "line": filled(" ({})", written and written.names[1]),
+        },
+        _Broken.CHECK_FIRST,
+        _Broken.UNSCALE_AND_CHECK,
+        layer=broken.name,
+        is_inferred=True,
+        step=broken.step,
+    )
+
+
 def replaced(case: Case) -> list[str]:
     """Return the weights whose gradients held infinities or NaNs that were made finite before the optimizer's step."""
     measured = [name for found in case.recorded(ReplacedBeforeStep) for name in found.names]
@@ -128,4 +177,14 @@ def _remedy(case: Case) -> tuple[_Replaced, _Replaced | tuple[()], dict[str, Any
     return _Replaced.REPAIR_OR_SKIP, _Replaced.SKIP, words
 
 
-FAULTS = (Fault("gradients-replaced", "error", _gradients_replaced, (_Replaced,)),)
+FAULTS = (
+    Fault(
+        "weights-broken-by-loop",
+        "error",
+        _broken_by_loop,
+        (_Broken,),
+        ("breaks-in-fp32-too", "overflow-in-operator", "scale-falls-for-forward", "non-finite-event"),
+        is_of_every_step=True,
+    ),
+    Fault("gradients-replaced", "error", _gradients_replaced, (_Replaced,)),
+)

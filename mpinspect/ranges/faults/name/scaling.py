@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.evidence import survived
+from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.scale_window import HEADROOM
-from mpinspect.ranges.faults.name.case import Case, FP32Weights, is_power_of_two
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
+from mpinspect.ranges.analysis.visibility import Visibility, always_zero
+from mpinspect.ranges.faults.name.case import Case, FP32Weights, grouped, is_power_of_two
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, period, was_in_half, where_to_inspect
 from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
-from mpinspect.ranges.records import ChangedBeforeStep, MastersGivenSmaller, NewScalers
-from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, module_named
+from mpinspect.ranges.records import ChangedBeforeStep, DividedInHalf, MastersGivenSmaller, NewScalers
+from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, TensorKey, module_named
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import and_more, filled, number_or_power
 
@@ -693,6 +696,8 @@ class _Missing(Sentences):
         "{broken_step}."
     )
     FLUSHES = "Gradients of 2^-25 and below become zero, and no scaler skips a step that overflows."
+    ZEROS = "The weight gradients of {zeros} were zero in all sampled steps."
+    CROWD = "Gradients of {crowd:some 3} crowd just above 2^-25, so that some of the zeros were values."
     GIVE_SCALE = "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
     FP32_WEIGHTS = "Keep FP32 weights."
     IN_BF16 = "Compute in BF16, where such gradients are finite and nothing has to be scaled."
@@ -722,13 +727,26 @@ def _scaler_missing(case: Case) -> Iterator[Found]:
         return
     overflowed = [event for event in _skips(case) if event.value == "inf" and event.forward_finite]
     dropped = next((event for event in overflowed if event.story == DROPPED), None)
-    divisors = _divisors(case)
-    if divisors is not None:
-        yield _scaled_by_hand(divisors, dropped, case)
+    by_hand = divisors(case)
+    if by_hand is not None:
+        yield _scaled_by_hand(by_hand, dropped, case)
     elif overflowed and dropped is None:
         yield _unskipped(overflowed, case)
     else:
         yield _unscaled(dropped, case)
+
+
+def crowded(gradients: Iterable[LayerReport]) -> dict[TensorKey, Visibility]:
+    """Return the gradients, as they arrived, whose counts crowd just above the flush edge: they likely lost too much."""
+    hiding = {
+        layer.key: Visibility(layer.histogram, layer.floor_exponent)
+        for layer in gradients
+        if layer.kind in GRADIENT_KINDS
+        and layer.histogram is not None
+        and layer.floor_exponent is not None
+        and not layer.rounding_noise
+    }
+    return {key: seen for key, seen in hiding.items() if seen.likely_hidden_l1_share() > LOST_L1_TOLERANCE}
 
 
 def _evidence(case: Case) -> dict[str, object]:
@@ -775,8 +793,14 @@ def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
 
 
 def _unscaled(dropped: Event | None, case: Case) -> Found:
-    says = (_Missing.NO_SCALER, _Missing.FLUSHES_AND_DROPS.when(dropped) or _Missing.FLUSHES)
-    words = {"broken_step": dropped and dropped.step}
+    zeros, crowd = always_zero(case.totals), [key.name for key in crowded(case.layers)]
+    says = (
+        _Missing.NO_SCALER,
+        _Missing.FLUSHES_AND_DROPS.when(dropped) or _Missing.FLUSHES,
+        _Missing.ZEROS.when(zeros),
+        _Missing.CROWD.when(crowd),
+    )
+    words = {"broken_step": dropped and dropped.step, "zeros": grouped(zeros), "crowd": crowd}
     if case.precision.has_masters:
         # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
         return Found(says, _evidence(case), words, _Missing.SKIP_BY_HAND)
@@ -785,7 +809,7 @@ def _unscaled(dropped: Event | None, case: Case) -> Found:
     has_start = log2 != 0
     if not recommended:
         log2 = max((_room(case) or 0) - HEADROOM, 0)
-        has_start = 0 < log2 < LOG2_INITIAL
+        has_start = 0 < log2 < LOG2_INITIAL or (log2 > LOG2_INITIAL and bool(zeros or crowd))
         below = f"{HEADROOM} powers of two below the largest at which nothing seen overflows; less may do"
         room = f" (begin at 2^{log2}, {below})" * has_start
     in_half = FLOAT16.name in case.precision.weights
@@ -805,7 +829,7 @@ def _room(case: Case) -> int | None:
     return min(highest, default=None)
 
 
-def _divisors(case: Case) -> tuple[float, float] | None:
+def divisors(case: Case) -> tuple[float, float] | None:
     """Return the least and largest number by which all gradients were divided on their way to the optimizer, as by a scale.
 
     None if they were not. A scale is a power of two or stays the same; clipping divides by other numbers in each step, and
@@ -814,13 +838,16 @@ def _divisors(case: Case) -> tuple[float, float] | None:
     of_masters = next(case.recorded(MastersGivenSmaller), None)
     if of_masters is not None:
         return of_masters.least, of_masters.most
+    in_half = next(case.recorded(DividedInHalf), None)
+    if in_half is not None and in_half.factor:
+        return 1 / in_half.factor, 1 / in_half.factor
     found = [each for each in case.recorded(ChangedBeforeStep) if not each.masters]
-    divisors = [1 / each.factor for each in found if each.is_uniform and 0 < each.factor < 1]
-    if len(divisors) < max(len(found), 2):
+    shared = [1 / each.factor for each in found if each.is_uniform and 0 < each.factor < 1]
+    if len(shared) < max(len(found), 2):
         return None
-    least, most = min(divisors), max(divisors)
+    least, most = min(shared), max(shared)
     is_one = most - least <= _ALIKE * least
-    are_powers = all(map(is_power_of_two, divisors))
+    are_powers = all(map(is_power_of_two, shared))
     batches = math.ceil(case.progress.backwards / max(case.progress.steps, 1))
     if least <= batches * (1 + _ALIKE) or not (is_one or are_powers):
         return None
@@ -837,8 +864,9 @@ FAULTS = (
         "warning",
         _scaler_missing,
         (_Missing, _Scaler, FP32Weights),
-        ("scale-unknown",),
-        explains_from="info",
+        ("scale-unknown", "gradients-all-zero", "gradients-already-flushed", "asked-gradients-flushed"),
+        explains_from="warning",
+        is_of_every_step=True,
     ),
     Fault("scale-too-low", "warning", _scale_too_low, (_Low, _Scaler), ("gradients-all-zero",), explains_from="info"),
     # A scaler skips these steps, so that a warning explains them.

@@ -407,7 +407,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
     """
     first = _first_event(case)
     for cancelled in _by_place(case.recorded(AmplifiedError), "after"):
-        is_difference = cancelled.names[0].rstrip("_") in ("add", "sub")
+        is_difference = cancelled.names[0].rstrip("_") in ("add", "sub", "rsub")
         also, words = _gradients(cancelled)
         born = _born_from(cancelled, case)
         is_mild, step = also is None and born is None, cancelled.step

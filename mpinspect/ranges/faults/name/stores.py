@@ -10,7 +10,7 @@ from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
-from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten
+from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten, MastersStale
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import by_number, filled, number_of
@@ -328,6 +328,17 @@ class _Masters(Sentences):
         "Copy only from the masters to the weights, and save and load the masters with a checkpoint: they are the weights of "
         "the training."
     )
+    STALE = (
+        "Before the first step the masters of {modules} had other values than the weights ({changed:percent} of their elements "
+        "differ), and the step copied them into the weights: the weights with which the run began are lost."
+    )
+    MAKE_AFTER_LOADING = (
+        "Make the masters, and the optimizer, after the weights are loaded; or set the masters to them."
+    )
+    SET_TO_WEIGHTS = (
+        "model.load_state_dict(state)\nwith torch.no_grad():\n"
+        "    for weight, master in zip(model.parameters(), masters):\n        master.copy_(weight)"
+    )
     SAVE = 'checkpoint["masters"] = [master.detach() for master in masters]'
 
 
@@ -340,6 +351,15 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
     if found := list(case.recorded(MastersOverwritten)):
         evidence = {"parameters": len(found[0].names)}
         yield Found.of(case, found, _Masters.OVERWRITTEN, _Masters.ONE_WAY, _Masters.SAVE, evidence=evidence)
+
+
+def _masters_stale(case: Case) -> Iterator[Found]:
+    """Masters made before the weights were loaded or changed, which the first step puts back.
+
+    False alarms: Masters that are filled within the first step, from weights loaded on purpose, are reported.
+    """
+    if found := list(case.recorded(MastersStale)):
+        yield Found.of(case, found, _Masters.STALE, _Masters.MAKE_AFTER_LOADING, _Masters.SET_TO_WEIGHTS)
 
 
 # -- averages and accumulated gradients ---------------------------------------------------------------------------------
@@ -424,6 +444,7 @@ def _accumulation_lost(case: Case) -> Iterator[Found]:
 FAULTS = (
     Fault("epsilon-zero", "warning", _epsilon_zero, (_Epsilon, FP32Weights), ("non-finite-event",)),
     Fault("masters-overwritten", "error", _masters_overwritten, (_Masters,)),
+    Fault("masters-stale", "error", _masters_stale, (_Masters,)),
     Fault("updates-lost", "warning", _updates_lost, (_Updates, FP32Weights)),
     Fault("average-lost", "warning", _average_lost, (_Average,)),
     Fault("accumulation-lost", "warning", _accumulation_lost, (_Accumulation, FP32Weights)),

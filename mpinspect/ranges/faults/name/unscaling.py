@@ -11,6 +11,9 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     ChangedBeforeStep,
     ChangedWhileScaled,
+    DividedByAnother,
+    DividedInHalf,
+    GradientsUnderflow,
     MixedPowers,
     SteppedWhileScaled,
     UnscaledAgain,
@@ -18,11 +21,16 @@ from mpinspect.ranges.records import (
 )
 from mpinspect.ranges.session import module_named
 from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import filled
 
 #: Ratios that differ by at most this relative amount count as equal.
 _SAME = 0.01
 #: A gradient of at most this multiple of the true one has been divided by the scale by other code.
 _UNSCALED_BY_HAND = 2.0
+#: The share of the non-zero elements whose loss leaves no training.
+_HALF = 0.5
+#: Fewest measured steps with zeros alone that count as flushed.
+_FEWEST_SILENT = 3
 #: Division by a whole number up to this is taken for averaging over micro-batches, which may happen before unscaling.
 _MOST_MICRO_BATCHES = 1024
 
@@ -80,11 +88,39 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
             says, fix, code = _Unscale.STEPPED, _Unscale.LET_SCALER_STEP, _Unscale.SCALER_STEP
             yield Found.of(case, [stepped], says, fix, code, evidence={"loss_scale": scale}, is_grave=True)
             return
+    if not changed:
+        yield from _limit_of_scaled(case)
 
 
 def _changed(case: Case) -> list[ChangedWhileScaled]:
     """Return the measured changes of gradients before they were unscaled."""
     return [each for each in case.recorded(ChangedWhileScaled) if not math.isnan(each.factor)]
+
+
+class _Limit(Sentences):
+    CLAMPED = (
+        "In step {step}, in {line}, {operator} sets {share:percent} of a gradient to its bounds while it is still multiplied by "
+        "the loss scale of {loss_scale:scale}. They were meant for the true gradient, smaller by that scale."
+    )
+    COMPARED = (
+        "In step {step}, in {line}, a gradient or its norm is compared with a number while it is still multiplied by the loss "
+        "scale of {loss_scale:scale}: for the true values {share:percent} of the results would differ."
+    )
+    AFTER_UNSCALING = (
+        "Unscale first, and limit gradients after the backward instead of in a hook; a limit within the backward is to be "
+        "multiplied by the loss scale."
+    )
+
+
+def _limit_of_scaled(case: Case) -> Iterator[Found]:
+    """Yield a number that limits scaled gradients, within the backward or after it."""
+    for mixed in case.recorded(MixedPowers):
+        if mixed.text == "limit":
+            operator, line = mixed.names[0].strip("_"), mixed.names[1]
+            words = {"operator": operator, "line": line or "code outside of modules"}
+            says = _Limit.CLAMPED.when(operator.startswith(("clamp", "_foreach_clamp"))) or _Limit.COMPARED
+            fix, code = _Limit.AFTER_UNSCALING, _Unscale.CLIP_VALUE
+            yield Found.of(case, [mixed], says, fix, code, words=words, evidence={"line": line}, layer=mixed.name)
 
 
 class _TooOften(Sentences):
@@ -154,7 +190,7 @@ def _is_average(changed: Sequence[ChangedWhileScaled]) -> bool:
     return is_whole and is_one and all(each.is_uniform for each in changed)
 
 
-# -- scales by hand -----------------------------------------------------------------------------------------------------
+# -- divided by another scale -------------------------------------------------------------------------------------------
 
 
 class _OtherScale(Sentences):
@@ -162,6 +198,24 @@ class _OtherScale(Sentences):
         "In step {step}{again} the loop multiplied the loss by {multiplied_by:factor} and divided the gradients by "
         "{divided_by:factor}: the optimizer got {error:.3g} times the true gradients. In other steps both were equal."
     )
+    UPDATED = (
+        "In step {step}{again} scaler.update() was called between the backward of {modules} and the division of their gradients. "
+        "In each step in which the scale changes there, they are divided by the new scale: halved where it doubles, doubled "
+        "where it halves."
+    )
+    CHANGED = "The scale changed {changes} times in this run."
+    TWICE = (
+        "In step {step}{again} scaler.update() was called between unscale_() and step() of the optimizer of {modules}. After it "
+        "the scaler divides these gradients by the loss scale{of_scale} once more: they are too small by that factor."
+    )
+    OTHER_SCALER = (
+        "In step {step}{again} one GradScaler multiplied the loss of {modules}, and another one divided the gradients, by a "
+        "scale of its own."
+    )
+    UPDATE_LAST = "Call scaler.update() once a step, after the last scaler.step()."
+    ONE_SCALER = "Scale a loss, and step its optimizer, with the same GradScaler."
+    ONE_UPDATE = "scaler.step(optimizer)\nscaler.step(other_optimizer)\nscaler.update()"
+    WITH_ITS_SCALER = "scaler.scale(loss).backward()\nscaler.step(optimizer)"
     SAME_SCALE = "Divide by the scale with which the backward was run; change the scale after the optimizer's step."
     ORDER = (
         "(loss * scale).backward()\n"
@@ -173,10 +227,13 @@ class _OtherScale(Sentences):
 
 
 def _divided_by_another_scale(case: Case) -> Iterator[Found]:
-    """Gradients that a loop with a scale of its own divided by another scale than it had multiplied the loss by.
+    """Gradients that were divided by another loss scale than the scale that multiplied their loss.
 
-    False alarms: It is reported only if both are equal in most of the measured steps, and where they differ, by a power of two.
+    False alarms: An update between the backward and the division is reported in runs whose scale never changes, too. Of a loop
+    with a scale of its own it is reported only if both are equal in most of the measured steps, and where they differ, by a
+    power of two.
     """
+    yield from _updated_before(list(case.recorded(DividedByAnother)), case)
     changed = [
         each
         for each in case.recorded(ChangedBeforeStep)
@@ -196,6 +253,84 @@ def _divided_by_another_scale(case: Case) -> Iterator[Found]:
         words={"error": error},
         evidence={"divided_by": 1 / first.factor},
     )
+
+
+def _updated_before(found: Sequence[DividedByAnother], case: Case) -> Iterator[Found]:
+    """Yield the gradients that a GradScaler divided by another scale, as its calls show."""
+    if not found:
+        return
+    known = [change.scale for change in case.progress.scales if change.scale]
+    changes = len(known) - 1
+    says, fix, code = _OtherScale.UPDATED, _OtherScale.UPDATE_LAST, _OtherScale.ONE_UPDATE
+    if found[0].repeated:
+        says = _OtherScale.TWICE
+    elif found[0].other_scaler:
+        says, fix, code = _OtherScale.OTHER_SCALER, _OtherScale.ONE_SCALER, _OtherScale.WITH_ITS_SCALER
+    is_updated = says is _OtherScale.UPDATED
+    words = {"changes": changes}
+    also, is_mild = _OtherScale.CHANGED.when(is_updated and changes > 0), is_updated and changes < 1
+    yield Found.of(case, found, (says, also), fix, code, words=words, layer=found[0].name, is_mild=is_mild)
+
+
+# -- divided too early, or not multiplied --------------------------------------------------------------------------------
+
+
+class _InHalf(Sentences):
+    DIVIDED = (
+        "In step {step}{again} the loop multiplies the gradients of {modules} by {by} in FP16 ({line}): {lost:percent} of all "
+        "non-zero elements become zero there. In the backward the loss scale had kept them."
+    )
+    FP32_FIRST = "Convert the gradients to FP32 first, and divide them there."
+    CONVERT = "master.grad = p.grad.float() / scale  # in place of p.grad.div_(scale)"
+
+
+def _divided_in_float16(case: Case) -> Iterator[Found]:
+    """FP16 gradients that the loop divides in FP16, so that elements become zero.
+
+    False alarms: It is measured, from 1% of the non-zero elements on. It is a warning below half of them.
+    """
+    found = list(case.recorded(DividedInHalf))
+    if found:
+        first = found[0]
+        by = filled("{}", first.factor and f"{first.factor:.3g}") or "a factor"
+        words = {"by": by, "line": first.text or "code outside of modules"}
+        fix, code = _InHalf.FP32_FIRST, _InHalf.CONVERT
+        is_grave = max(each.lost for each in found) >= _HALF
+        yield Found.of(
+            case, found, _InHalf.DIVIDED, fix, code, words=words, evidence={"line": first.text}, is_grave=is_grave
+        )
+
+
+class _Asked(Sentences):
+    FLUSHED = (
+        "In step {step}{again} torch.autograd.grad ({line}) returned gradients{whose} that were all zero or crowd at FP16's "
+        "lower end, 2^-24: its output was not multiplied by a loss scale. A norm, a ratio or a penalty made of them is noise."
+    )
+    ALL_ZERO = (
+        "In step {step}{again} torch.autograd.grad ({line}) returned gradients{whose} that were all zero. FP16 flushes gradients "
+        "up to 2^-25, and its output was not multiplied by a loss scale; whether that made the zeros is not known."
+    )
+    MULTIPLY = "Multiply the output by the loss scale before torch.autograd.grad, and divide its result in FP32."
+    BY_THE_SCALE = (
+        "scale = scaler.get_scale()\n"
+        "(scaled,) = torch.autograd.grad(output * scale, inputs)\n"
+        "gradient = scaled.float() / scale"
+    )
+
+
+def _asked_gradients_flushed(case: Case) -> Iterator[Found]:
+    """Gradients from torch.autograd.grad whose output was not scaled, and that FP16 flushed.
+
+    False alarms: That values were flushed is inferred from the crowd of values just above the flush edge. Gradients that are all
+    zero are reported from three measured steps on, though they may be zero in FP32 too.
+    """
+    found = list(case.recorded(GradientsUnderflow))
+    is_crowded = any(each.lost < 1 for each in found)
+    if is_crowded or len({each.step for each in found}) >= _FEWEST_SILENT:
+        line, name = found[0].text, found[0].name
+        words = {"line": line or "code outside of modules", "whose": filled(" of {!r}", name or None)}
+        says, fix = _Asked.FLUSHED.when(is_crowded) or _Asked.ALL_ZERO, (_Asked.MULTIPLY, _Asked.BY_THE_SCALE)
+        yield Found.of(case, found, says, *fix, words=words, evidence={"line": line}, layer=name, is_inferred=True)
 
 
 # -- sums of different powers -------------------------------------------------------------------------------------------
@@ -276,6 +411,8 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
     False alarms: None is known: an operator whose effect on the power is not certain makes it unknown.
     """
     for mixed in case.recorded(MixedPowers):
+        if mixed.text == "limit":
+            continue
         if mixed.text in ("optimizer", "accumulated") and case.has(*_MEASURED_TOO):
             continue
         operator, line, *parameters = mixed.names
@@ -292,7 +429,9 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
 
 FAULTS = (
     Fault("divided-by-another-scale", "error", _divided_by_another_scale, (_OtherScale,)),
-    Fault("unscale-missing", "warning", _unscale_missing, (_Unscale,)),
+    Fault("divided-in-float16", "warning", _divided_in_float16, (_InHalf,), ("gradients-zeroed", "gradients-all-zero")),
+    Fault("asked-gradients-flushed", "warning", _asked_gradients_flushed, (_Asked,)),
+    Fault("unscale-missing", "warning", _unscale_missing, (_Unscale, _Limit)),
     Fault("unscaled-too-often", "error", _unscaled_too_often, (_TooOften,)),
     Fault(
         "scaled-plus-unscaled",

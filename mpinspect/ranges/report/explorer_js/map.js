@@ -57,6 +57,7 @@ export class LayerMap {
     this.root.replaceChildren(this.head, this.opening, this.said, this.shares.element, this.table.element, this.timeline.element, this.own.element);
     this.root.classList.add("explorer");
     this.root.classList.toggle("mild", !this.view.data.opening.grave);
+    this.root.classList.toggle("calm", this.view.isCalm);
   }
 
   listen() {

@@ -231,7 +231,7 @@ export class Table {
   lostCells(layer) {
     return this.view.storages.slice(0, 1).map((storage) => {
       const lost = this.view.lostOf(storage, layer);
-      return lost === null ? ["-", ""] : [percent(lost), lost > 0.5 && storage.measured ? "warning" : ""];
+      return lost === null ? ["-", ""] : [percent(lost), lost > 0.5 && storage.measured && !this.view.isCalm ? "warning" : ""];
     });
   }
 

@@ -109,6 +109,12 @@ export class View {
     return layer.kind === this.data.opening.kind && this.near.has(layer.name);
   }
 
+  /** Whether nothing is to blame: infinities and losses are then as they should be. */
+  get isCalm() {
+    const { kind, row, grave } = this.data.opening;
+    return !kind && !row && !grave;
+  }
+
   /** The tone of a layer's infinities and NaNs: "dim" where they follow from those of a culprit elsewhere, or ask for no change. @param {any} layer */
   toneOf(layer) {
     const { kind, grave } = this.data.opening;

@@ -1,0 +1,167 @@
+"""FP16 gradients that flush where no count shows it: divided by the loop in FP16, or returned by torch.autograd.grad."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from agreeing_reports import analyse
+from torch import nn
+
+from mpinspect import Inspector
+
+
+def by_id(inspector):
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+SCALE = 2.0**20
+
+
+def divided(divide, *, inspected=True, size=1e-7):
+    """Train FP16 weights with FP32 copies by hand; ``divide`` returns a weight's FP32 gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).half()
+    copies = [weight.detach().float() for weight in model.parameters()]
+    inspector = Inspector(model)
+    if inspected:
+        inspector.attach()
+    for _ in range(6):
+        loss = model(torch.randn(16, 8).half()).float().square().mean() * size
+        (loss * SCALE).backward()
+        with torch.no_grad():
+            for weight, copy in zip(model.parameters(), copies, strict=True):
+                copy.sub_(divide(weight.grad), alpha=0.1 / size)
+                weight.copy_(copy)
+                weight.grad = None
+    if inspected:
+        inspector.detach()
+    assert not torch._C._len_torch_dispatch_stack()
+    return inspector, copies
+
+
+DIVIDED_IN_HALF = {
+    "in place": lambda gradient: gradient.div_(SCALE).float(),
+    "out of place": lambda gradient: (gradient * (1 / SCALE)).float(),
+    "foreach": lambda gradient: torch._foreach_div([gradient], SCALE)[0].float(),
+    "by a tensor": lambda gradient: (gradient / torch.tensor(SCALE)).float(),
+}
+
+
+@pytest.mark.parametrize("how", DIVIDED_IN_HALF)
+def test_gradients_divided_in_float16_are_reported(how):
+    inspector, _ = divided(DIVIDED_IN_HALF[how])
+    found = by_id(inspector)
+    lost = found["divided-in-float16"]
+    assert (lost.severity, lost.step, lost.evidence["factor"]) == ("error", 0, 1 / SCALE)
+    assert lost.evidence["lost"] > 0.5
+    assert lost.evidence["line"].startswith("test_flushed.py:")
+    assert {each.id for each in found.values() if each.severity != "info"} == {"divided-in-float16"}
+
+
+@pytest.mark.parametrize(
+    ("divide", "size"),
+    [
+        (lambda gradient: gradient.float() / SCALE, 1e-7),
+        # Large enough to survive, or an average that loses next to nothing.
+        (lambda gradient: gradient.div_(4).float().div_(SCALE / 4), 1e-7),
+        (lambda gradient: gradient.mul_(2).float().div_(2 * SCALE), 1e-7),
+    ],
+    ids=["in FP32", "by a small number", "multiplied"],
+)
+def test_gradients_that_survive_a_division_are_not_reported(divide, size):
+    inspector, _ = divided(divide, size=size)
+    assert "divided-in-float16" not in by_id(inspector)
+
+
+def test_watching_divisions_changes_no_bit():
+    _, watched = divided(DIVIDED_IN_HALF["in place"])
+    _, alone = divided(DIVIDED_IN_HALF["in place"], inspected=False)
+    assert all(map(torch.equal, watched, alone))
+
+
+def asked(size, *, scale=1.0, dtype=torch.float16, of_weight=True, steps=6):
+    """Train with a loss that is weighted by the norm of a gradient from ``torch.autograd.grad`` of an output of this size."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.01), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(steps):
+            x = torch.randn(64, 8, requires_grad=True)
+            with torch.autocast("cpu", dtype):
+                output = model(x).float()
+            (gradient,) = torch.autograd.grad(
+                output.mean() * size * scale, model[2].weight if of_weight else x, retain_graph=True
+            )
+            optimizer.zero_grad()
+            scaler.scale(output.square().mean() * (1 + (gradient / scale).norm().clamp(max=1))).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return by_id(inspector)
+
+
+@pytest.mark.parametrize(
+    ("size", "says", "of_weight"),
+    [
+        (3e-4, "crowd at FP16's lower end", False),
+        (1e-9, "whether that made the zeros", False),
+        (1e-9, "whether that made the zeros", True),
+    ],
+)
+def test_gradients_of_an_unscaled_output_that_flush_are_reported(size, says, of_weight):
+    found = asked(size, of_weight=of_weight)["asked-gradients-flushed"]
+    assert (found.severity, found.certainty, found.step) == ("warning", "inferred", 0)
+    assert (found.layer, says in found.message) == ("2.weight" * of_weight, True)
+    assert found.evidence["line"].startswith("test_flushed.py:")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"size": 1.0},
+        {"size": 3e-5, "scale": 2.0**14},
+        {"size": 3e-5, "dtype": torch.bfloat16},
+        {"size": 1e-9, "steps": 2},
+    ],
+    ids=["large", "scaled", "BF16", "two steps of zeros"],
+)
+def test_gradients_that_do_not_flush_are_not_reported(given):
+    assert "asked-gradients-flushed" not in asked(**given)
+
+
+def test_a_missing_scaler_explains_zeros():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(6):
+            with torch.autocast("cpu", torch.float16):
+                output = model(torch.randn(16, 8))
+            gradients = torch.autograd.grad(output.float().square().mean() * 1e-4, list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    report = analyse(inspector.session())
+    first = report.findings[0]
+    assert (first.id, first.severity) == ("scaler-missing-in-float16", "warning")
+    assert "crowd just above 2^-25" in first.message
+    assert "init_scale=2.0**" in first.code
+    assert {each.severity for each in report.findings[1:]} <= {"info"}
+
+
+def test_a_penalty_before_the_scalers_first_use_leaves_the_scale_known():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.01), torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(6):
+            x, scale = torch.randn(16, 8, requires_grad=True), scaler.get_scale()
+            with torch.autocast("cpu", torch.float16):
+                output = model(x).float()
+            (gradient,) = torch.autograd.grad(output.sum() * scale, x, create_graph=True)
+            optimizer.zero_grad()
+            scaler.scale(output.square().mean() + (gradient / scale).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    session = inspector.session()
+    assert session.progress.scale_known
+    assert not [finding for finding in analyse(session).findings if finding.severity != "info"]
