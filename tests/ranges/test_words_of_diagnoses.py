@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from analysis_sessions import activation, session_of, spread, weight, window_of
@@ -356,8 +358,14 @@ def test_a_larger_loss_scale_is_suggested_for_zeros_at_a_small_one(log2_scale):
             *[layers] * 8, progress=progress, precision=Precision(weights={"float32": 10}, autocast=("float16",))
         )
     )
-    (finding,) = [each for each in report.findings if each.id == "gradients-all-zero"]
-    raised = report.loss_scale.recommended
+    findings = {each.id: each for each in report.findings}
+    finding, raised = findings["gradients-all-zero"], report.loss_scale.recommended
+    if log2_scale == 0:
+        # The missing scaler explains the zeros.
+        missing = findings["scaler-missing-in-float16"]
+        assert (finding.severity, finding.fix, missing.severity) == ("info", "", "warning")
+        assert f"init_scale=2.0**{math.log2(raised):.0f}" in missing.code
+        return
     is_far = raised >= 256 * 2.0**log2_scale
     assert finding.fix.startswith(f"Raise the loss scale to {raised:.0f}") is is_far
     assert (finding.code == f"scaler = torch.amp.GradScaler(device_type, init_scale={raised:.0f})") is is_far
