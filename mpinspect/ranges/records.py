@@ -706,7 +706,8 @@ class MixedPowers(Record, kind="mixed-powers"):
     """A sum of two terms that carry different powers of the loss scale, or a number that limits a scaled value.
 
     Its text says where: "accumulated" (by two backwards), "gradient", "optimizer", "number" (one term is a number), "values",
-    "limit". Its names are the operator, the line, and the parameters in which gradients were accumulated.
+    "backward", "limit". Its names are the operator, the line, and the parameters in which gradients were accumulated; or the
+    function whose backward made a constant.
 
     Args:
         first, second: the powers of the two terms.

@@ -338,6 +338,13 @@ def loss_injected_in_the_backward(training):
     training.step()
 
 
+def loss_injected_beside_an_index(training):
+    hidden = training.model[:3](torch.randn(6, 8))
+    output = Injected.apply(training.model[3](hidden[torch.arange(6)]), hidden.square().mean())
+    training.scaler.scale(output.square().mean()).backward()
+    training.step()
+
+
 def scaled_twice(training):
     training.scaler.scale(training.scaler.scale(training.loss())).backward()
     training.step()
@@ -396,7 +403,8 @@ FAULTY = {
     decay_before_division_out_of_place: ("gradient", {1.0, 0.0}),
     noise_before_division: ("gradient", {1.0, 0.0}),
     part_of_the_loss_unscaled: ("values", {1.0, 0.0}),
-    loss_injected_in_the_backward: ("values", {1.0, 0.0}),
+    loss_injected_in_the_backward: ("backward", {1.0, 0.0}),
+    loss_injected_beside_an_index: ("backward", {1.0, 0.0}),
     scaled_twice: ("optimizer", {1.0, 0.0}),
     stepped_undivided: ("optimizer", {1.0, 0.0}),
 }
@@ -414,6 +422,11 @@ def test_a_sum_of_different_powers_is_found(step, scale):
     kind, powers = FAULTY[step]
     assert (mixed.text, {mixed.first, mixed.second}, mixed.loss_scale) == (kind, powers, scale)
     assert mixed.names[1].startswith("test_powers.py:")
+
+
+def test_the_function_whose_backward_makes_a_gradient_is_named():
+    (mixed,) = Training().followed(loss_injected_in_the_backward)
+    assert mixed.names[2] == "Injected"
 
 
 def test_all_parameters_in_which_gradients_are_added_are_named():

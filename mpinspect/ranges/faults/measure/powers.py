@@ -57,7 +57,9 @@ _FILLS = {"fill": 1, "full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 
 _INDEPENDENT: dict[str, Power] = {
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), ZERO),
     **dict.fromkeys(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")),
-    **dict.fromkeys(("ones_like", "rand_like", "randn_like", "randint_like", "new_ones", "sign", "sgn", "normal"), 0.0),
+    **dict.fromkeys(
+        ("ones", "ones_like", "new_ones", "rand_like", "randn_like", "randint_like", "sign", "sgn", "normal"), 0.0
+    ),
     **dict.fromkeys(("uniform", "random", "bernoulli", "exponential"), 0.0),
     **dict.fromkeys(_FILLS, 0.0),
 }
@@ -99,6 +101,8 @@ class PowersOfScale:
         self._in_gradients: dict[int, MixedPowers | None] = {}
         #: Storages whose values the step has divided by the scale.
         self._divided: set[int] = set()
+        #: The last function whose backward has made a constant.
+        self._maker = ""
         self._is_ours = False
         for _, parameter in self._parameters:
             if _has_storage(parameter):
@@ -167,8 +171,10 @@ class PowersOfScale:
         results = _tensors(result)
         if name in _LIMITS and not operator.in_optimizer and self._power(args[0]) == 1.0:
             self._limited(operator, results[0])
-        terms = self._terms(name, args)
+        terms, node = self._terms(name, args), torch._C._current_autograd_node()
         power = _merged(*terms) if terms else self._result(name, args)
+        if node is not None and name in _INDEPENDENT and power == 0.0:
+            self._maker = node.name().removesuffix("Backward")
         if is_in_place and power == 0.0 and name in ("mul", "div"):
             self._divided.update(
                 storage_key(each) for each in results if _has_storage(each) and self._power(each) == 1.0
@@ -196,7 +202,8 @@ class PowersOfScale:
             return _times(self._power(args[0]), None if divisor == ZERO else _raised(divisor, -1.0))
         if name == "copy":
             return self._power(args[1])
-        powers = [self._power(each) for each in _tensors(args)]
+        # Indices and masks have no part of the scale.
+        powers = [self._power(each) for each in _tensors(args) if each.is_floating_point() or each.is_complex()]
         if not powers:
             return 0.0
         if name in _EXPONENTS or name == "pow":
@@ -319,6 +326,9 @@ class PowersOfScale:
             # Any other sum may be of a log.
             is_number = not all(isinstance(each, torch.Tensor) for each in terms)
             self._found = mixed("number" if is_number else "values", terms)
+            if self._found is not None and self._maker and not is_number:
+                names = (*self._found.names, self._maker)
+                self._found = replace(self._found, text="backward", names=names)
 
     def _mixed(
         self, operator: _Operator, powers: tuple[Power, Power], kind: str, terms: tuple[Any, ...]

@@ -370,10 +370,18 @@ class _Mixed(Sentences):
         "In step {step}, in {place}, values that are multiplied by the loss scale of {loss_scale:scale} are added to values "
         "that are not."
     )
+    BACKWARD = (
+        "In step {step} the backward ({line}) adds a gradient that is not multiplied by the loss scale of {loss_scale:scale} to "
+        "one that is: {parameters[0]!r} makes a gradient in its backward, such as torch.ones_like of an auxiliary loss. After the "
+        "scaler's division it counts {loss_scale:factor} times too little."
+    )
     DIVIDE_ONCE = "Divide the gradients once, after the last backward of the step."
     SCALE_EACH = "Scale each loss."
     UNSCALE_FIRST = "Unscale the gradients before anything is added to them."
     DIVIDE = "Divide the gradients by the loss scale before the penalty, and scale the whole loss once."
+    SCALE_MADE = (
+        "Return the auxiliary loss and add it to the others, or multiply the gradient that is made by the loss scale."
+    )
     SCALE_WHOLE = "Add the losses first, and scale their sum."
     ONCE = "Scale each loss once, and let the scaler divide and step."
     UNSCALE_ONCE = (
@@ -399,6 +407,7 @@ _VARIANTS = {
     "gradient": (_Mixed.GRADIENT, _Mixed.UNSCALE_FIRST, _Mixed.THEN_ADD),
     "optimizer": (_Mixed.TOO_LARGE, _Mixed.ONCE, _Mixed.STEP),
     "number": (_Mixed.NUMBER, _Mixed.DIVIDE, _Mixed.PENALTY),
+    "backward": (_Mixed.BACKWARD, _Mixed.SCALE_MADE, _Mixed.SUM),
     "values": (_Mixed.VALUES, _Mixed.SCALE_WHOLE, _Mixed.SUM),
 }
 
