@@ -372,8 +372,8 @@ class _Mixed(Sentences):
     )
     BACKWARD = (
         "In step {step} the backward ({line}) adds a gradient that is not multiplied by the loss scale of {loss_scale:scale} to "
-        "one that is: {parameters[0]!r} makes a gradient in its backward, such as torch.ones_like of an auxiliary loss. After the "
-        "scaler's division it counts {loss_scale:factor} times too little."
+        "one that is: {parameters[0]!r} makes a gradient in its backward, such as torch.ones_like of an auxiliary loss. After "
+        "the scaler's division it counts {loss_scale:factor} times too little."
     )
     DIVIDE_ONCE = "Divide the gradients once, after the last backward of the step."
     SCALE_EACH = "Scale each loss."
