@@ -48,6 +48,7 @@ _PASSING = {
     ("scalers.py", "step"),
     ("scalers.py", "unscale_"),
     ("torch_calls.py", "run"),
+    ("torch_calls.py", "<listcomp>"),
     ("loss_scale.py", "backward_begins"),
 }
 _PACKAGE = str(Path(mpinspect.__file__).parent)

@@ -131,6 +131,10 @@ class ExaminedZeroRow(Examined, kind="examined-zero-row"):
     """A row of zeros that is divided by its norm."""
 
 
+#: Follows an argument in the text of ``ExaminedArgument`` that may be rounding error.
+ROUNDED_DIFFERENCE = ", a difference of terms rounded to 16 bits"
+
+
 class ExaminedArgument(Examined, kind="examined-argument"):
     """An argument at the edge of its operation's domain, or beyond. ``text``: the operation in words."""
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of
+from mpinspect.ranges.records import ROUNDED_DIFFERENCE
 from mpinspect.ranges.session import MOST_ROWS
 
 
@@ -174,7 +175,7 @@ def _negative(node: Any) -> str:
     below = graph([node], _NEARBY)[1:]
     is_difference = any(each.name().startswith(("Sub", "Rsub")) for each in below)
     is_rounded = any(dtype.itemsize == 2 for each in below if (dtype := dtype_of(each)) is not None)
-    return "of a negative number" + _ROUNDED_DIFFERENCE * (is_difference and is_rounded)
+    return "of a negative number" + ROUNDED_DIFFERENCE * (is_difference and is_rounded)
 
 
 def _zero(node: Any) -> str:
@@ -182,7 +183,7 @@ def _zero(node: Any) -> str:
     made = _maker(node)
     is_difference = made is not None and made.name().startswith(("Sub", "Rsub"))
     dtype = dtype_of(made) if is_difference else None
-    return "of zero" + _ROUNDED_DIFFERENCE * (dtype is not None and dtype.itemsize == 2)
+    return "of zero" + ROUNDED_DIFFERENCE * (dtype is not None and dtype.itemsize == 2)
 
 
 def _maker(node: Any) -> Any:
@@ -368,8 +369,6 @@ _NEARBY = 12
 _SOME_VALUES = ("Index", "Gather", "Select", "Slice", "Clamp")
 #: torch's number for reduction="mean".
 _MEAN = 1
-#: Follows an argument that may be rounding error.
-_ROUNDED_DIFFERENCE = ", a difference of terms rounded to 16 bits"
 #: Nodes that apply a mask to scores, and these with the nodes that may add one.
 _MASKING = ("MaskedFill", "Where", "MaskedScatter", "CopySlices", "IndexPut")
 _MAY_MASK = frozenset((*_MASKING, "Add", "Sub"))

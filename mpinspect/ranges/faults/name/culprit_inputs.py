@@ -10,6 +10,7 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
+    ROUNDED_DIFFERENCE,
     AnyRecord,
     BornInfinite,
     BrokenAlike,
@@ -87,6 +88,7 @@ def _examined(
     fix: Said,
     code: Said,
     words: Mapping[str, object],
+    evidence: Mapping[str, object] | None = None,
     **more: Any,
 ) -> Found:
     """Return the occurrence that an examination shows, in the module of the operation, with the harm to the weights."""
@@ -94,7 +96,7 @@ def _examined(
     when = f"In step {measured.step}{filled(', in {!r},', module)}"
     return Found(
         (*says, _aftermath(case, event)),
-        {"elements": measured.elements, "rows": list(measured.names)},
+        {"elements": measured.elements, "rows": list(measured.names), **(evidence or {})},
         {"when": when, "places": bracketed(_elements(measured), _rows(measured)), **words},
         fix,
         code,
@@ -207,7 +209,8 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
 
 
 class _Argument(Sentences):
-    COMPUTES = "In step {step} {place} computes {operator}{line}{places}."
+    COMPUTES = "In step {step} {place} computes {operator}{places}."
+    OF_ROUNDED_TERMS = "Its argument is a difference of terms rounded to 16 bits."
     NO_HARM = "The loss is not finite, but its gradients are: the step did no harm."
     GRADIENT_BROKEN = "The loss is finite, but its gradient is not."
     ALL_BROKEN = "The values computed from it are not finite."
@@ -319,9 +322,9 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
         words = {
-            "operator": measured.text,
+            "operator": measured.text.replace(ROUNDED_DIFFERENCE, ""),
             "place": _place(_module(case, measured), event),
-            "line": filled(" in {}", _line(case, measured)),
+            "places": bracketed(_line(case, measured), _elements(measured), _rows(measured)),
             "expression": code and code.value,
             "rounded": rounded,
             "difference": filled(", after the sum or difference in {}", difference),
@@ -329,10 +332,16 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         yield _examined(
             case,
             measured,
-            [_Argument.COMPUTES, _effect(measured, event), _Argument.ROUNDED.when(rounded)],
+            [
+                _Argument.COMPUTES,
+                _Argument.OF_ROUNDED_TERMS.when(ROUNDED_DIFFERENCE in measured.text),
+                _effect(measured, event),
+                _Argument.ROUNDED.when(rounded),
+            ],
             (fix, also, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
             _Argument.WITHOUT_AUTOCAST.when(code and is_narrow) or code,
             words,
+            {"operator": measured.text},
             is_mild=event is None,
         )
         return
