@@ -38,7 +38,7 @@ from mpinspect.reporting.document import (
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.finding import Finding, gravest_first, inferred
 from mpinspect.reporting.html_front import STYLE as FRONT_STYLE
-from mpinspect.reporting.html_front import front
+from mpinspect.reporting.html_front import code_block, front
 from mpinspect.reporting.page import said_once
 from mpinspect.reporting.palette import css_variables
 from mpinspect.reporting.scripts import bundled
@@ -69,6 +69,7 @@ overflow-wrap:anywhere}
 .mpinspect .finding .fix::before{content:"Fix: ";font-weight:600}
 .mpinspect pre{background:var(--raised);border:1px solid var(--line);padding:.5em .8em;margin:.4em 0;overflow-x:auto;
 max-width:60em;font:.92em/1.45 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;color:var(--ink);white-space:pre-wrap}
+.mpinspect pre span{display:inline-block;width:100%;box-sizing:border-box;padding-left:2ch;text-indent:-2ch}
 .mpinspect .scroll{overflow-x:auto;margin:.4em 0}
 .mpinspect table{border-collapse:collapse;font-size:.93em;font-variant-numeric:tabular-nums;margin:0;background:none;border:0}
 .mpinspect th,.mpinspect td{padding:.28em .7em;text-align:right;vertical-align:top;border:0;border-bottom:1px solid var(--line);
@@ -207,7 +208,7 @@ def _block(block: Block, level: int) -> Iterator[str]:
     if isinstance(block, Line):
         yield _lead(block.text) if block.tone == "lead" else _tagged("p", block.text, block.tone)
     elif isinstance(block, Code):
-        yield _code(block.text)
+        yield code_block(block.text)
     elif isinstance(block, Section):
         yield "<section>"
         yield _heading(block.title, level + 1)
@@ -286,12 +287,8 @@ def _finding(finding: Finding) -> Iterator[str]:
     if finding.fix:
         yield f'<p class="fix">{escape(finding.fix)}</p>'
     if finding.code:
-        yield _code(finding.code)
+        yield code_block(finding.code)
     yield "</div>"
-
-
-def _code(code: str) -> str:
-    return f"<pre>{html.escape(code, quote=False)}</pre>"
 
 
 def _tables(block: Tables, level: int) -> Iterator[str]:

@@ -160,7 +160,13 @@ def _listed(listed: Listed, escape: Escape) -> Iterator[str]:
     if finding.fix:
         yield f'<p class="fix">{escape(finding.fix)}</p>'
     if finding.code:
-        yield f"<pre>{html.escape(finding.code, quote=False)}</pre>"
+        yield code_block(finding.code)
     if listed.link:
         yield f'<p><a href="{html.escape(listed.link)}">about {escape(finding.id)}</a></p>'
     yield "</details>"
+
+
+def code_block(code: str) -> str:
+    """Return code as HTML. Each line is an element: a line that is wrapped goes on indented, and is not taken for two."""
+    lines = "\n".join(f"<span>{html.escape(line, quote=False)}</span>" for line in code.split("\n"))
+    return f"<pre>{lines}</pre>"

@@ -118,7 +118,7 @@ def test_powers_of_two_are_superscripts_but_not_in_code():
     shown = re.sub(r"<(script|style|pre)\b.*?</\1>|<[^>]*>", " ", page, flags=re.DOTALL)
     assert not re.search(r"2\^-?\d", shown)
     assert re.search("2[⁻⁰¹²³⁴⁵⁶⁷⁸⁹]", shown)
-    assert "<pre>x = 2^-3</pre>" in html.render(Document("t", (Code("x = 2^-3"), Line("2^-3 and 2^10.5"))))
+    assert "<pre><span>x = 2^-3</span></pre>" in html.render(Document("t", (Code("x = 2^-3"), Line("2^-3 and 2^10.5"))))
     assert "<p>2⁻³ and 2¹⁰·⁵</p>" in html.render(Document("t", (Code("x = 2^-3"), Line("2^-3 and 2^10.5"))))
 
 
@@ -604,8 +604,16 @@ def test_the_headline_says_where_and_when_it_began():
     assert began(replace(report, findings=(finding,))) == "In 'blocks.0.fc2', from step 1,200 on"
     assert began(replace(report, findings=(replace(finding, layer=""),))) == "From step 1,200 on, in no single layer"
     assert began(replace(report, findings=(replace(finding, step=None),))) == "In 'blocks.0.fc2', in no single step"
-    # Of an event the alarm says it.
-    assert began(analyse(broken())) == ""
+    at_line = replace(finding, layer="", evidence={"line": "train.py:9"})
+    assert began(replace(report, findings=(at_line,))) == "In train.py:9, from step 1,200 on"
+    in_both = replace(finding, evidence={"line": "train.py:9"})
+    assert began(replace(report, findings=(in_both,))) == "In 'blocks.0.fc2', in train.py:9, from step 1,200 on"
+    # Of an event the alarm says it, unless the gravest finding is of another step.
+    of_event = analyse(broken())
+    assert began(of_event) == ""
+    assert began(replace(of_event, findings=(finding, *of_event.findings))) == (
+        "The gravest finding is in 'blocks.0.fc2', from step 1,200 on"
+    )
 
 
 def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():

@@ -167,6 +167,10 @@ def test_a_finding_without_a_layer_says_that_no_single_layer_is_to_blame():
     assert (given["kind"], given["marked"], given["near"]) == ("", [], [])
     assert given["row"] == ["no single layer", "clip-before-unscale, from step 3 on", "shown: all tensors of the map"]
     assert given["words"] == "No single layer is to blame (clip-before-unscale, from step 3 on)."
+    at_line = replace(finding, evidence={"line": "train.py:9"})
+    given = data(replace(report, findings=(at_line,)))["opening"]
+    assert given["row"][:2] == ["train.py:9", "clip-before-unscale, from step 3 on"]
+    assert given["words"] == "The code in train.py:9 is to blame (clip-before-unscale, from step 3 on)."
 
 
 def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():

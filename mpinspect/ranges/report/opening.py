@@ -132,6 +132,11 @@ def _scale_at(session: Session, step: int, otherwise: int) -> int:
     return floor_log2(scale) if scale and math.isfinite(scale) and scale > 0 else otherwise
 
 
+def line_of(finding: Finding) -> str:
+    """Return the file and the line of the script that a finding names; "" if it names none."""
+    return str(finding.evidence.get("line") or "")
+
+
 # -- the culprit ----------------------------------------------------------------------------------------------------
 
 
@@ -145,8 +150,10 @@ def _culprit(
         return Culprit("", ())
     place, step = finding.layer, filled(", from step {:,} on", finding.step)
     if not place:
-        row = ("no single layer", f"{finding.id}{step}", _stand_in("", ()))
-        return Culprit("", (), row=row, words=f"No single layer is to blame ({finding.id}{step}).")
+        line = line_of(finding)
+        row = (line or "no single layer", f"{finding.id}{step}", _stand_in("", ()))
+        words = filled("The code in {} is to blame", line) or "No single layer is to blame"
+        return Culprit("", (), row=row, words=f"{words} ({finding.id}{step}).")
     kind, near, is_own = _nearest(place, "", place, layers, watched)
     if is_own:
         return Culprit(kind, near, words=f"Marked: {module_named(place)} ({finding.id}{step}).")

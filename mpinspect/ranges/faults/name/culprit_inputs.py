@@ -341,7 +341,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             (fix, also, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
             _Argument.WITHOUT_AUTOCAST.when(code and is_narrow) or code,
             words,
-            {"operator": measured.text},
+            {"operator": measured.text, "line": _line(case, measured)},
             is_mild=event is None,
         )
         return

@@ -32,7 +32,8 @@ export function copyButtons() {
 
 /** Code with a button that copies it. @param {string} text @returns {HTMLElement} */
 export function copied(text) {
-  const code = element("pre", {}, text);
+  const lines = text.split("\n").flatMap((line) => ["\n", element("span", {}, line)]);
+  const code = element("pre", {}, ...lines.slice(1));
   const button = element("button", { type: "button", className: "copy" }, "copy");
   button.addEventListener("click", async () => {
     button.textContent = (await copy(code, text)) ? "copied" : "press Ctrl-C";
