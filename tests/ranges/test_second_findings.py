@@ -161,7 +161,7 @@ def test_an_argument_out_of_range_has_the_line_of_the_second_computation():
     examined = ExaminedArgument(step=4, text="exp of a number too large for its result", elements=3)
     found = findings(born, examined, precision=FP16, events=(broken(4), broken(5)))
     assert (
-        "exp of a number too large for its result in train.py:7 (3 elements)" in found["argument-out-of-range"].message
+        "exp of a number too large for its result (train.py:7, 3 elements)" in found["argument-out-of-range"].message
     )
     assert "overflow-in-operator" not in found
     other = ExaminedArgument(step=4, text="a logarithm of zero", elements=3)
