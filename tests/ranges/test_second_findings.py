@@ -160,9 +160,7 @@ def test_an_argument_out_of_range_has_the_line_of_the_second_computation():
     born = BornInfinite(step=5, names=("exp", "train.py:7", "forward"), text="float16", elements=3, of=4, largest=1e5)
     examined = ExaminedArgument(step=4, text="exp of a number too large for its result", elements=3)
     found = findings(born, examined, precision=FP16, events=(broken(4), broken(5)))
-    assert (
-        "exp of a number too large for its result (train.py:7, 3 elements)" in found["argument-out-of-range"].message
-    )
+    assert "exp of a number too large for its result (train.py:7, 3 elements)" in found["argument-out-of-range"].message
     assert "overflow-in-operator" not in found
     other = ExaminedArgument(step=4, text="a logarithm of zero", elements=3)
     assert "train.py:7" not in findings(born, other, events=(broken(4),))["argument-out-of-range"].message
