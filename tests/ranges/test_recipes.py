@@ -329,6 +329,16 @@ def test_experts_in_one_parameter_are_judged_as_a_linear_for_each_expert_would_b
     assert _row(found, "before", "fprop").cells == _row(expected, "before", "fprop").cells
 
 
+def test_a_product_with_a_sparse_matrix_leaves_experts_judged() -> None:
+    class Graph(_Experts):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # torch multiplies by a sparse matrix on the right, too.
+            return torch.matmul(super().forward(x).reshape(96, 32), torch.eye(32).to_sparse())
+
+    x = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+    assert mpinspect.compare_recipes(Graph("bmm"), _loss, [x], ["mxfp8"]).experts == ("weights",)
+
+
 def _mixtral(between: int) -> tuple[nn.Module, RecipeReport]:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": between, "num_hidden_layers": 2}

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from mpinspect.counting.blocks import quantization_loss
 from mpinspect.numeric.blocks import QuantizationLoss
 from mpinspect.numeric.recipes import GRADIENT, INPUT, OPERANDS, PRODUCTS, WEIGHT, Quantization, TrainingRecipe
+from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Backward, Call, Observer, OutputGradient
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.session import OperandRecord
@@ -159,7 +160,7 @@ class ExpertProducts(TorchFunctionMode):
         self._experts = {
             parameter.untyped_storage().data_ptr(): (path, parameter.requires_grad)
             for path, parameter in model.named_parameters()
-            if parameter.dim() == 3 and type(parameter) is torch.nn.Parameter and not is_lazy(parameter)
+            if is_plain(parameter) and parameter.dim() == 3 and parameter.numel()
         }
 
     def __torch_function__(
@@ -180,11 +181,11 @@ class ExpertProducts(TorchFunctionMode):
 
     def _parameter(self, weight: torch.Tensor) -> tuple[str, bool]:
         """Return the path of the experts' parameter of which a tensor is a view or a cast, and whether it needs a gradient."""
-        node = weight.grad_fn
+        node = weight.grad_fn if is_plain(weight) else None
         while node is not None and node.name().startswith(_VIEWS_AND_CASTS):
             node = node.next_functions[0][0]
         leaf = getattr(node, "variable", weight)
-        return self._experts.get(leaf.untyped_storage().data_ptr(), ("", False))
+        return self._experts.get(leaf.untyped_storage().data_ptr(), ("", False)) if is_plain(leaf) else ("", False)
 
     def _multiplied(
         self, path: str, matrix: torch.Tensor, learns: bool, x: torch.Tensor, output: torch.Tensor, part: Part

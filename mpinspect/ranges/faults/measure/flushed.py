@@ -17,6 +17,7 @@ from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
 from mpinspect.ranges.records import DividedInHalf, GradientsUnderflow
+from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.dispatch import obstacle
 from mpinspect.runtime.distributed import has_process_group
 from mpinspect.runtime.guard import OwnMode, hides_modes
@@ -106,7 +107,8 @@ class DividedGradients(Measuring):
     def _ran(self, func: Any, args: tuple[Any, ...], result: Any, frame: FrameType) -> None:
         """Count what a product leaves of a gradient."""
         name = func.overloadpacket.__name__.removeprefix("_foreach_").rstrip("_")
-        if name not in ("mul", "div") or len(args) < 2:
+        # The mode may still be active when a capture begins, which nothing of ours may enter.
+        if name not in ("mul", "div") or len(args) < 2 or is_capturing():
             return
         factor = _factor(name, args[1])
         given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
