@@ -102,6 +102,28 @@ def accumulated() -> tuple[nn.Module, Step]:
     return model, step
 
 
+def scaled_by_hand() -> tuple[nn.Module, Step]:
+    """FP16 weights whose gradients the loop divides in FP16, with masters of its own, and a gradient asked for besides."""
+    model, x = network().half(), batch().half()
+    copies = [parameter.detach().float().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(copies, lr=0.01)
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = model(x).float().square().mean()
+        torch.autograd.grad(loss, list(model.parameters())[:1], retain_graph=True)
+        (loss * 1024.0).backward()
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            parameter.grad.div_(1024.0)
+            copy.grad = parameter.grad.float()
+        optimizer.step()
+        for copy, parameter in zip(copies, model.parameters(), strict=True):
+            parameter.detach().copy_(copy)
+
+    return model, step
+
+
 def adversarial() -> tuple[nn.Module, Step]:
     generator, critic, x = network(), nn.Linear(4, 1).to(stand_in_device.NAME), batch()
     both = nn.ModuleList([generator, critic])
@@ -123,6 +145,7 @@ TRAININGS: dict[str, tuple[Callable[[], tuple[nn.Module, Step]], dict[str, Any]]
     "masters": (masters, {}),
     "averages": (averaged, {}),
     "accumulation": (accumulated, {}),
+    "scaled by hand": (scaled_by_hand, {"loss_scale": 1024.0}),
     "gan": (adversarial, {}),
     "every=10": (plain, {"every": 10}),
     "budget": (plain, {"max_overhead": 0.05}),

@@ -26,6 +26,7 @@ TRAININGS = (
     "masters",
     "averages",
     "accumulation",
+    "scaled by hand",
     "gan",
     "every=10",
     "budget",

@@ -3,8 +3,8 @@
 A loss that a scaler has multiplied carries the scale to the power 1, and so do its gradients, until the scaler divides them. A
 sum of terms with different powers is a fault: a penalty on gradients that were never divided, weight decay on scaled gradients,
 one backward scaled and another not. A number that limits a scaled value is one too, if it changes any element: there alone
-values are read. Powers belong to storages, so that views
-need no bookkeeping. Where an operator's effect on the power is not certain, the power is unknown, and nothing is reported.
+values are read. Powers belong to storages, so that views need no bookkeeping. Where an operator's effect on the power is not
+certain, the power is unknown, and nothing is reported.
 """
 
 from __future__ import annotations
