@@ -475,20 +475,18 @@ class LossTerm(Record, kind="loss-term"):
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowedNorm(Record, kind="overflowed-norm"):
-    """A square root of a sum that overflowed in FP16.
+    """Infinite divisors, or arguments of an inverse root, that are finite in FP32. ``text``: the dtype and the operator.
+
+    The operator, line and phase are in ``names`` as well, except in sessions of earlier versions.
 
     Args:
-        elements, of: the number of infinite elements of the root's argument, and of all.
-        is_by_row: whether each element is the sum of a row.
+        elements, of: the number of infinite elements, and of all.
+        is_by_row: whether each element is of a row.
     """
 
     elements: float
     of: float
     is_by_row: bool
-
-    @property
-    def operator(self) -> str:
-        return self.text.rpartition(" ")[2]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -224,7 +224,7 @@ def test_each_mixture_of_scales_has_its_fix(record, words, code):
 
 
 @pytest.mark.parametrize(
-    "cause", [mixed("number"), OverflowedNorm(name="0", step=0, text="rows of sum", elements=4, of=4, is_by_row=True)]
+    "cause", [mixed("number"), OverflowedNorm(name="0", step=0, text="float16 rsqrt", elements=4, of=4, is_by_row=True)]
 )
 def test_a_mixture_and_an_overflowed_norm_explain_the_skipped_steps_that_they_make(cause):
     events = tuple(

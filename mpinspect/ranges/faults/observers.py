@@ -24,7 +24,6 @@ from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
 from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.faults.measure.measuring import Run
 from mpinspect.ranges.faults.measure.new_scalers import NewScalers, ScalesUsed
-from mpinspect.ranges.faults.measure.overflowed_norms import OverflowedNorms
 
 
 def diagnosing_observers(
@@ -51,6 +50,6 @@ def diagnosing_observers(
             Buffers,
             Autocasts,
         ),
-        *(Examination, OverflowedNorms, DividedGradients, AskedGradients),
+        *(Examination, DividedGradients, AskedGradients),
     )
     return (*(kind(run) for kind in kinds), *asked)

@@ -237,9 +237,7 @@ def _on_a_cpu_only(loss: WholeLoss | LossTerm, case: Case) -> _Loss | None:
 
 
 class _Norm(Sentences):
-    INFINITE = (
-        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite."
-    )
+    INFINITE = "In {module}{line}, in step {step}, a square or a sum exceeded {dtype:format}'s largest number and became infinite."
     ZERO = "{which} became zero: they are finite, so no infinity or NaN shows it."
     ELSEWHERE = "The same was found in {others}."
     IN_FP32 = (
@@ -252,34 +250,47 @@ class _Norm(Sentences):
     )
 
 
+def overflowed_norms(case: Case) -> list[OverflowedNorm]:
+    """Return the infinities that made quotients zero, in the first step with any whose forward was finite; one of each module."""
+    broken = {event.step for event in case.events if event.forward_finite is False}
+    found = [each for each in case.recorded(OverflowedNorm) if each.step not in broken]
+    return [each for each in found if each.step == found[0].step]
+
+
 def _norm_overflows(case: Case) -> Iterator[Found]:
     """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that the normalised values become zero.
 
-    Checked in the code of the model's own modules, in the first four steps and ever fewer later ones. Code that needs
-    no gradient, activation checkpoints and compiled regions leave no graph to search.
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: It is measured: the root's argument is infinite, and the loss is finite. Rows that nothing uses, such as
-    padding, count as well.
+    False alarms: It is measured: the divisor is infinite and finite in FP32, its quotients are zero, and the forward is finite.
+    Rows that nothing uses, such as padding, count as well.
     """
-    found = list(case.recorded(OverflowedNorm))
+    found = overflowed_norms(case)
     if not found:
         return
     first, others = found[0], [each.name for each in found[1:]]
+    dtype, _, operator = first.text.partition(" ")
     elements, of = int(first.elements), int(first.of)
-    which = f"The values divided by {elements} of that root's {of} elements"
+    which = f"The values divided by {elements} of its {of} elements, or their roots,"
     if elements == of:
-        which = "All values that are divided by that root"
+        which = "All values that are divided by it, or its root,"
     elif first.is_by_row:
-        which = f"In {elements} of {of} rows the values divided by that root"
+        which = f"In {elements} of {of} rows the values divided by it, or its root,"
     yield Found(
         (_Norm.INFINITE, _Norm.ZERO, _Norm.ELSEWHERE.when(others)),
         {
             "elements": elements,
             "of": of,
-            "operator": first.operator,
+            "operator": operator,
             "modules": [each.name for each in found],
         },
-        {"module": module_named(first.name), "which": which, "others": " and in ".join(map(module_named, others))},
+        {
+            "module": module_named(first.name),
+            "line": bracketed("".join(first.names[1:2])),
+            "dtype": dtype,
+            "which": which,
+            "others": " and in ".join(map(module_named, others)),
+        },
         _Norm.IN_FP32,
         _Norm.WIDE,
         layer=first.name,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
+from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
 from mpinspect.ranges.faults.name.case import Case, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
@@ -21,7 +22,6 @@ from mpinspect.ranges.records import (
     FrozenBuffer,
     GrowingSum,
     LostSum,
-    OverflowedNorm,
     Record,
     WholeLoss,
 )
@@ -149,8 +149,10 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
-    born = next((each for each in case.recorded(BornInfinite) if _is_of_precision(each, case)), None)
-    if born is None or case.has(OverflowedNorm) or any(loss.overflowed for loss in case.recorded(WholeLoss)):
+    norms = {norm.step for norm in overflowed_norms(case)}
+    found = (each for each in case.recorded(BornInfinite) if _is_of_precision(each, case) and each.step not in norms)
+    born = next(found, None)
+    if born is None or any(loss.overflowed for loss in case.recorded(WholeLoss)):
         # Another fault names this operation already.
         return
     if born.largest and case.has(ExaminedArgument):
@@ -229,7 +231,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     False alarms: It is measured. It is information if no forward of the run was infinite or NaN.
     """
     examined = case.recorded(ExaminedArgument)
-    if case.has(OverflowedNorm) or any(_CONSTANT not in each.text for each in examined):
+    if overflowed_norms(case) or any(_CONSTANT not in each.text for each in examined):
         # Another fault names these inputs already.
         return
     broken = [event for event in case.events if event.forward_finite is False]
