@@ -188,8 +188,15 @@ class ChangedWhileScaled(Change, kind="changed-while-scaled"):
     """Gradients that changed between the backward and the scaler's division."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class SteppedWhileScaled(Change, kind="stepped-while-scaled"):
-    """Gradients that an optimizer applied before a scaler divided them."""
+    """Gradients that an optimizer applied before a scaler divided them.
+
+    Args:
+        divided_early: whether the scaler had divided the earlier micro-batches' sum, before the last backward.
+    """
+
+    divided_early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -288,6 +288,42 @@ def test_updates_at_their_place_are_no_fault(step, fused):
     assert "divided-by-another-scale" not in of_pair(step, fused=fused)
 
 
+def accumulated(unscales_after, *, clip=None, fused=False):
+    """Train over 3 micro-batches a step; ``unscales_after``: the number of the micro-batch after which gradients are unscaled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(8):
+            for micro_batch in range(3):
+                with torch.autocast("cpu", torch.float16):
+                    out = model(torch.randn(16, 8))
+                scaler.scale(out.float().square().mean()).backward()
+                if micro_batch == unscales_after:
+                    scaler.unscale_(optimizer)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [None, 1e-4])
+def test_gradients_that_are_added_after_the_division_are_reported(clip, fused):
+    found = accumulated(0, clip=clip, fused=fused)["unscale-missing"]
+    assert (found.severity, found.step, found.evidence["divided_early"]) == ("error", 0, 1.0)
+    assert "before the last micro-batch's backward" in found.message
+    assert "instead of optimizer.step()" not in found.code
+
+
+@pytest.mark.parametrize("unscales_after", [None, 2])
+def test_gradients_divided_after_the_last_backward_are_no_fault(unscales_after):
+    assert "unscale-missing" not in accumulated(unscales_after, clip=unscales_after and 1e-4)
+
+
 # -- weights that the loop writes itself --------------------------------------------------------------------------------
 
 
