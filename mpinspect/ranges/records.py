@@ -391,6 +391,17 @@ class MastersAddedUp(Record, kind="masters-added-up"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlushedState(Record, kind="flushed-state"):
+    """An optimizer's FP16 state without negative elements. ``text``: its name; ``names``: the parameters.
+
+    Args:
+        flushed: the share of its elements that are zero, of those with a gradient other than zero, 0..1.
+    """
+
+    flushed: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Average(Record, kind="average"):
     """Copies of the weights. ``names``: the weights.
 

@@ -10,7 +10,14 @@ from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
-from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten, MastersStale
+from mpinspect.ranges.records import (
+    Accumulation,
+    Average,
+    FlushedState,
+    MastersOverwritten,
+    MastersStale,
+    WeightGrowth,
+)
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import by_number, filled, number_of
@@ -204,6 +211,40 @@ def _moments_cannot_decay(case: Case) -> Iterator[Found]:
         for state, dtype in optimizer.states.items():
             if dtype in SIGNIFICAND_BITS and state != optimizer.compensation:
                 yield from _moment(optimizer, state, dtype)
+
+
+class _Flushed(Sentences):
+    SQUARES = (
+        "In step {step}{again} {flushed:percent} of the elements of {optimizer}'s state {state!r} were zero in FP16, where the "
+        "gradient was not. It has no negative elements, as averages of squared gradients have none: FP16 flushes a square's "
+        "share below 3e-8, and the step is divided by eps alone."
+    )
+    EXPLODED = "The weights grew to {ratio:.2g} times their norm at the start."
+    FP32_STATE = "Let {optimizer} keep {state} in FP32."
+
+
+def _moments_flushed(case: Case) -> Iterator[Found]:
+    """An optimizer's average of squared gradients in FP16 whose elements are flushed.
+
+    False alarms: That it is an average of squares is inferred from its signs; it is an error only if the weights exploded. An
+    epsilon that is zero too has a finding of its own.
+    """
+    found = [each for each in case.recorded(FlushedState) if each.flushed >= _LOST_TOLERANCE]
+    owners = {state: each for each in case.precision.optimizers for state in each.states}
+    if not found or found[0].text not in owners or (found[0].text in SQUARES and any(_epsilon_zero(case))):
+        return
+    state, optimizer = found[0].text, owners[found[0].text]
+    growth = next(case.recorded(WeightGrowth), None)
+    yield Found.of(
+        case,
+        [each for each in found if each.text == state],
+        (_Flushed.SQUARES, _Flushed.EXPLODED.when(growth)),
+        _Flushed.FP32_STATE,
+        _Moments.STATE,
+        words={"optimizer": optimizer.type, "state": state, "ratio": growth and growth.ratio},
+        is_grave=growth is not None,
+        is_inferred=True,
+    )
 
 
 def _rounding_to_nearest(case: Case) -> Iterator[OptimizerRecord]:
@@ -443,6 +484,13 @@ def _accumulation_lost(case: Case) -> Iterator[Found]:
 
 FAULTS = (
     Fault("epsilon-zero", "warning", _epsilon_zero, (_Epsilon, FP32Weights), ("non-finite-event",)),
+    Fault(
+        "moments-flushed",
+        "warning",
+        _moments_flushed,
+        (_Flushed, _Moments),
+        ("weights-exploded", "training-diverged", "non-finite-event"),
+    ),
     Fault("masters-overwritten", "error", _masters_overwritten, (_Masters,)),
     Fault("masters-stale", "error", _masters_stale, (_Masters,)),
     Fault("updates-lost", "warning", _updates_lost, (_Updates, FP32Weights)),
