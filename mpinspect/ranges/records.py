@@ -470,6 +470,10 @@ class WholeLoss(Record, kind="loss"):
         """Whether its value was read and is not finite."""
         return self.is_known and not math.isfinite(self.value)
 
+    def computes(self, operator: str) -> bool:
+        """Return whether an operator, by the dispatcher's name ("mse_loss"), is one of the loss ("MseLoss")."""
+        return operator.replace("_", "").removesuffix("forward") in {name.lower() for name in self.names}
+
 
 @dataclass(frozen=True, kw_only=True)
 class BrokenLoss(Record, kind="broken-loss"):

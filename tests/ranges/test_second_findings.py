@@ -21,6 +21,7 @@ from mpinspect.ranges.records import (
     MixedPowers,
     OverflowedNorm,
     RoundedArgument,
+    WholeLoss,
 )
 from mpinspect.ranges.session import Event, OptimizerRecord, Precision, Progress, ScalerRecord
 
@@ -184,6 +185,29 @@ def test_an_overflow_counts_its_elements():
     born = BornInfinite(step=1, names=("sum", "train.py:7", "forward"), text="float16", elements=1, of=4, largest=1e5)
     message = findings(born)["overflow-in-operator"].message
     assert message.startswith("In step 1, sum in train.py:7 overflows FP16 in 1 element: the exact result is finite")
+
+
+def test_an_overflow_whose_operator_is_known_explains_the_constant_that_it_made():
+    event = broken(4, what="loss")
+    constant = ExaminedArgument(step=4, text="a product with a constant that is infinite or NaN", elements=8, bits=32)
+    made = BornInfinite(step=5, names=("exp", "train.py:10", "forward"), text="float16", elements=4, of=64, largest=1e8)
+    found = findings(constant, made, precision=FP16, events=(event,))
+    assert found["overflow-in-operator"].evidence["line"] == "train.py:10"
+    assert "argument-out-of-range" not in found
+    assert "argument-out-of-range" in findings(constant, precision=FP16, events=(event,))
+
+
+@pytest.mark.parametrize(
+    ("operator", "named"),
+    [("_to_copy", "overflow-in-operator"), ("pow", "loss-in-16-bits"), ("mse_loss", "loss-in-16-bits")],
+)
+def test_an_infinite_loss_is_blamed_on_its_own_operators_alone(operator, named):
+    loss = WholeLoss(step=4, text="float16", names=("Pow", "MseLoss"), value=float("nan"), is_known=True)
+    made = BornInfinite(
+        step=5, names=(operator, "train.py:3", "forward"), text="float16", elements=1, of=1, largest=1e5
+    )
+    found = findings(loss, made, precision=FP16, events=(broken(4),))
+    assert [each.id for each in found.values() if each.severity == "error"] == [named]
 
 
 def test_rounded_ids_have_an_example():

@@ -8,7 +8,7 @@ from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.records import LossTerm, OverflowedNorm, Positions, Statistics, Ties, WholeLoss
+from mpinspect.ranges.records import BornInfinite, LossTerm, OverflowedNorm, Positions, Statistics, Ties, WholeLoss
 from mpinspect.ranges.session import MOST_ROWS, Event, module_named
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import bracketed, by_number, filled
@@ -155,6 +155,13 @@ class _Loss(Sentences):
 _CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
 
 
+def overflowed_losses(case: Case) -> list[WholeLoss]:
+    """Return the losses that are not finite, unless a step computed twice shows an earlier operator that overflows."""
+    born = [each.names[0] for each in case.recorded(BornInfinite) if each.names[2] == "forward"]
+    found = [loss for loss in case.recorded(WholeLoss) if loss.overflowed]
+    return [loss for loss in found if not born or loss.computes(born[0])]
+
+
 def _loss_in_16_bits(case: Case) -> Iterator[Found]:
     """A loss computed in 16 bits: it may overflow, and the rest of a sum whose terms cancel is rounding error.
 
@@ -174,7 +181,7 @@ def _loss_in_16_bits(case: Case) -> Iterator[Found]:
 
 
 def _whole_loss(loss: WholeLoss, case: Case) -> Found:
-    overflowed, value = loss.overflowed, loss.value
+    overflowed, value = loss in overflowed_losses(case), loss.value
     with_target = any(operator in ("Mul", "KlDiv") for operator in loss.names)
     is_harmless = not overflowed and _is_rounded_once(loss)
     # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
@@ -237,7 +244,9 @@ def _on_a_cpu_only(loss: WholeLoss | LossTerm, case: Case) -> _Loss | None:
 
 
 class _Norm(Sentences):
-    INFINITE = "In {module}{line}, in step {step}, a square or a sum exceeded {dtype:format}'s largest number and became infinite."
+    INFINITE = (
+        "In {module}{line}, in step {step}, a square or a sum exceeded {dtype:format}'s range and became infinite."
+    )
     ZERO = "{which} became zero: they are finite, so no infinity or NaN shows it."
     ELSEWHERE = "The same was found in {others}."
     IN_FP32 = (
