@@ -356,9 +356,13 @@ class MastersStale(Record, kind="masters-stale"):
 
 @dataclass(frozen=True, kw_only=True)
 class MastersOverwritten(Record, kind="masters-overwritten"):
-    """Masters that were overwritten by their weights between two steps. ``changed``: the share of changed elements, 0..1."""
+    """Masters that were overwritten by their weights between two steps, or FP32 weights by a 16-bit copy (``text``: its dtype).
 
-    changed: float
+    Args:
+        changed: the share of changed elements, 0..1; None for weights that a copy overwrote.
+    """
+
+    changed: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

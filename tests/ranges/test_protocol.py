@@ -129,6 +129,61 @@ def test_masters_that_equal_their_weights_are_not_stale(load):
     assert "masters-stale" not in with_masters(lambda *given: None, load=load)
 
 
+def swapped(stash, *, every=1, changes=lambda weight: None, write=torch.Tensor.copy_, rate=1e-4):
+    """Train FP32 weights; after each ``every``-th step, copies that ``stash`` makes replace changed weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).bfloat16().float()
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(12):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+            if step % every == every - 1:
+                with torch.no_grad():
+                    copies = [stash(weight) for weight in model.parameters()]
+                    for weight, copy in zip(model.parameters(), copies, strict=True):
+                        changes(weight)
+                        write(weight, copy)
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+def replaces_data(weight, copy):
+    weight.data = copy.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, replaces_data, lambda weight, copy: weight.data.copy_(copy)])
+def test_weights_that_a_16_bit_copy_overwrites_are_reported(dtype, write):
+    found = swapped(lambda weight: weight.to(dtype), every=2, write=write)["masters-overwritten"]
+    assert (found.severity, found.step) == ("error", 1)
+    assert found.evidence["names"] == ["0.weight", "2.weight", "0.bias"]
+    assert {torch.bfloat16: "BF16", torch.float16: "FP16"}[dtype] in found.message
+
+
+def test_weights_that_a_16_bit_copy_overwrites_once_are_information():
+    assert swapped(lambda weight: weight.bfloat16(), every=7)["masters-overwritten"].severity == "info"
+
+
+@pytest.mark.parametrize(
+    ("stash", "changes"),
+    [
+        (torch.clone, lambda weight: None),
+        (torch.clone, lambda weight: weight.copy_(weight.bfloat16())),
+        # Binary weights are meant to have few values.
+        (torch.sign, lambda weight: None),
+        (lambda weight: weight * 0.99, lambda weight: None),
+    ],
+    ids=["FP32 copies", "16-bit copies for an evaluation", "signs", "decay by hand"],
+)
+def test_weights_with_their_own_values_are_not_reported(stash, changes):
+    assert "masters-overwritten" not in swapped(stash, changes=changes)
+
+
+def test_weights_that_no_step_changes_are_not_reported():
+    assert "masters-overwritten" not in swapped(torch.clone, rate=0.0)
+
+
 def with_backwards(numbers, *, step_last=False):
     """Train; ``numbers`` has the backwards of each step, and the last step is not taken unless asked for."""
     torch.manual_seed(0)

@@ -365,6 +365,12 @@ class _Masters(Sentences):
         "After step {step}{again} the masters were overwritten with the weights: {changed:percent} of their elements were "
         "rounded to the weights' dtype, which loses the updates that are smaller."
     )
+    BY_A_COPY = (
+        "After step {step}{again} the FP32 weights of {modules} were overwritten with values of a copy in {dtype:format}, which "
+        "loses the updates that are smaller."
+    )
+    FP32_COPY = "Keep copies of weights that are written back (a stash, a checkpoint, a broadcast) in FP32."
+    STASH = "stash = [parameter.detach().clone() for parameter in model.parameters()]"
     ONE_WAY = (
         "Copy only from the masters to the weights, and save and load the masters with a checkpoint: they are the weights of "
         "the training."
@@ -384,12 +390,18 @@ class _Masters(Sentences):
 
 
 def _masters_overwritten(case: Case) -> Iterator[Found]:
-    """FP32 masters that are set to the 16-bit weights again, as after an evaluation or a reload.
+    """FP32 masters that are set to the 16-bit weights again, or FP32 weights to a 16-bit copy, as after an evaluation.
 
     False alarms: A loop that loads other weights on purpose, and sets the masters to them, is reported if it does so between two
-    measured steps.
+    measured steps. That a copy overwrote FP32 weights is concluded from their values; a single time is information.
     """
-    if found := list(case.recorded(MastersOverwritten)):
+    every = list(case.recorded(MastersOverwritten))
+    if found := [each for each in every if each.text]:
+        says, fix, code = _Masters.BY_A_COPY, _Masters.FP32_COPY, _Masters.STASH
+        severity = "" if len(found) > 1 else "info"
+        words = {"dtype": found[0].text}
+        yield Found.of(case, found, says, fix, code, words=words, severity=severity, is_inferred=True)
+    if found := [each for each in every if not each.text]:
         evidence = {"parameters": len(found[0].names)}
         yield Found.of(case, found, _Masters.OVERWRITTEN, _Masters.ONE_WAY, _Masters.SAVE, evidence=evidence)
 
