@@ -6,7 +6,6 @@ observer makes a record, and a rule reads the same class. A figure whose value i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
@@ -434,43 +433,10 @@ class Statistics(Record, kind="statistics"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeLoss(Record, kind="loss"):
-    """A loss computed in 16 bits. ``names``: autograd's operators.
-
-    Args:
-        value: the loss.
-        is_known: whether its value was read.
-        is_wide_on_cuda: whether CUDA's autocast would compute it in FP32.
-    """
-
-    value: float
-    is_known: bool
-    is_wide_on_cuda: bool | None = None
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether its value was read and is not finite."""
-        return self.is_known and not math.isfinite(self.value)
-
-
-@dataclass(frozen=True, kw_only=True)
 class BrokenLoss(Record, kind="broken-loss"):
     """A loss that was not finite. ``names``: autograd's operators. ``in_half``: whether one of them computed in FP16."""
 
     in_half: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class LossTerm(Record, kind="loss-term"):
-    """A term of a loss, computed in 16 bits. ``names``: autograd's operators.
-
-    Args:
-        cancels: whether its own terms may cancel.
-        is_wide_on_cuda: whether CUDA's autocast would compute it in FP32.
-    """
-
-    cancels: bool
-    is_wide_on_cuda: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
-from mpinspect.ranges.faults.name.case import Case, quoted
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
@@ -23,7 +23,6 @@ from mpinspect.ranges.records import (
     GrowingSum,
     LostSum,
     Record,
-    WholeLoss,
 )
 from mpinspect.ranges.session import Event, module_named
 from mpinspect.reporting.sentences import Said, Sentences
@@ -152,8 +151,7 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     norms = {norm.step for norm in overflowed_norms(case)}
     found = (each for each in case.recorded(BornInfinite) if _is_of_precision(each, case) and each.step not in norms)
     born = next(found, None)
-    if born is None or any(loss.overflowed for loss in case.recorded(WholeLoss)):
-        # Another fault names this operation already.
+    if born is None:
         return
     if born.largest and case.has(ExaminedArgument):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
@@ -405,14 +403,17 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it.
+    False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it,
+    unless it is a difference in 16 bits in code outside of modules, as of a loss.
     """
     first = _first_event(case)
     for cancelled in _by_place(case.recorded(AmplifiedError), "after"):
         is_difference = cancelled.names[0].rstrip("_") in ("add", "sub", "rsub")
         also, words = _gradients(cancelled)
         born = _born_from(cancelled, case)
-        is_mild, step = also is None and born is None, cancelled.step
+        # The loss's own difference is reported as a value, too, and its remedy is simple.
+        is_of_loss = not cancelled.name and is_difference and cancelled.text in SIGNIFICAND_BITS
+        is_mild, step = also is None and born is None and not is_of_loss, cancelled.step
         if born is not None:
             place = _place(born)
             words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
