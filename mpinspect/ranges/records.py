@@ -383,21 +383,6 @@ class MastersAddedUp(Record, kind="masters-added-up"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Average(Record, kind="average"):
-    """Copies of the weights. ``names``: the weights.
-
-    Args:
-        unmoved_fraction: the share of the elements that differ from the weights and never moved, 0..1.
-        writes: how often the copies were written.
-        tensors: the number of copies.
-    """
-
-    unmoved_fraction: float
-    writes: float | None = None
-    tensors: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Accumulation(Record, kind="accumulation"):
     """Elements of a micro-batch's gradient that were lost when they were added to the accumulated gradient.
 

@@ -241,7 +241,7 @@ def test_layers_without_a_common_scale_are_info_for_a_run_in_fp32():
 def test_a_measurement_without_its_figures_loses_only_its_diagnosis():
     measurements = (
         Measurement("ties", "", 0, {}, (), "float16"),
-        Measurement("average", "fc.weight", 0, {}, ("fc.weight",), "bfloat16"),
+        Measurement("accumulation", "fc.weight", 0, {}, (), "bfloat16"),
         Measurement("stale", "fc.weight", 3, {}, ("fc.weight",)),
     )
     report = analyse(session_of({activation("fc"): spread({-40: 1000})}, measurements=measurements))

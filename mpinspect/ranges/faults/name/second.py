@@ -13,7 +13,6 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
-    Average,
     BornInfinite,
     BrokenAlike,
     ChangedChoices,
@@ -358,9 +357,6 @@ def _sum_stops(case: Case) -> Iterator[Found]:
     """
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
-        if not buffer and case.has(Average):
-            # Another fault names this average already.
-            continue
         changes = _SCALING.get(frozen.names[0].strip("_"), "additions")
         is_scaled = changes not in ("additions", "interpolations")
         fix, code = _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.IN_FP32, _Kept.REGISTER.when(buffer) or _Kept.CAST
