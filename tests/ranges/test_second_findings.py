@@ -21,7 +21,6 @@ from mpinspect.ranges.records import (
     MixedPowers,
     OverflowedNorm,
     RoundedArgument,
-    WholeLoss,
 )
 from mpinspect.ranges.session import Event, OptimizerRecord, Precision, Progress, ScalerRecord
 
@@ -195,19 +194,6 @@ def test_an_overflow_whose_operator_is_known_explains_the_constant_that_it_made(
     assert found["overflow-in-operator"].evidence["line"] == "train.py:10"
     assert "argument-out-of-range" not in found
     assert "argument-out-of-range" in findings(constant, precision=FP16, events=(event,))
-
-
-@pytest.mark.parametrize(
-    ("operator", "named"),
-    [("_to_copy", "overflow-in-operator"), ("pow", "loss-in-16-bits"), ("mse_loss", "loss-in-16-bits")],
-)
-def test_an_infinite_loss_is_blamed_on_its_own_operators_alone(operator, named):
-    loss = WholeLoss(step=4, text="float16", names=("Pow", "MseLoss"), value=float("nan"), is_known=True)
-    made = BornInfinite(
-        step=5, names=(operator, "train.py:3", "forward"), text="float16", elements=1, of=1, largest=1e5
-    )
-    found = findings(loss, made, precision=FP16, events=(broken(4),))
-    assert [each.id for each in found.values() if each.severity == "error"] == [named]
 
 
 def test_rounded_ids_have_an_example():

@@ -14,7 +14,6 @@ from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.faults.measure.accumulation import Accumulation
 from mpinspect.ranges.faults.measure.autocasts import Autocasts
 from mpinspect.ranges.faults.measure.averaged import Averaged
-from mpinspect.ranges.faults.measure.averages import Averages
 from mpinspect.ranges.faults.measure.buffers import Buffers
 from mpinspect.ranges.faults.measure.examination import Examination
 from mpinspect.ranges.faults.measure.flushed import AskedGradients, DividedGradients, FlushedStates
@@ -44,7 +43,6 @@ def diagnosing_observers(
             ScalesUsed,
             MasterGradients,
             HandedOver,
-            Averages,
             Averaged,
             Accumulation,
             Buffers,

@@ -65,10 +65,13 @@ _SUMS = frozenset(
     }
 )
 _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+#: Losses that are differences, whose result is a single number.
+_LOSSES = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss})
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = (
     _ADDITIONS
     | {aten.rsub, aten.lerp_}
+    | _LOSSES
     | {
         *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
     }
@@ -351,7 +354,7 @@ class SecondComputation:
         elif operator in _AMPLIFYING:
             if operator in _ADDITIONS and is_rounded:
                 self._compare_addition(pending, value, local)
-            if value.numel() >= _FEWEST_OF_ONE:
+            if value.numel() >= _FEWEST_OF_ONE or operator in _LOSSES:
                 self._compare_errors(pending, value, twin)
 
     def _compare_argument(self, pending: Pending, value: torch.Tensor) -> None:

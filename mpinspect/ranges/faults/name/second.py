@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
-from mpinspect.ranges.faults.name.arithmetic import overflowed_losses, overflowed_norms
-from mpinspect.ranges.faults.name.case import Case, quoted
+from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
-    Average,
     BornInfinite,
     BrokenAlike,
     ChangedChoices,
@@ -153,8 +152,7 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     norms = {norm.step for norm in overflowed_norms(case)}
     found = (each for each in case.recorded(BornInfinite) if _is_of_precision(each, case) and each.step not in norms)
     born = next(found, None)
-    if born is None or overflowed_losses(case):
-        # Another fault names this operation already.
+    if born is None:
         return
     if born.largest and any(CONSTANT not in each.text for each in case.recorded(ExaminedArgument)):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
@@ -359,9 +357,6 @@ def _sum_stops(case: Case) -> Iterator[Found]:
     """
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
-        if not buffer and case.has(Average):
-            # Another fault names this average already.
-            continue
         changes = _SCALING.get(frozen.names[0].strip("_"), "additions")
         is_scaled = changes not in ("additions", "interpolations")
         fix, code = _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.IN_FP32, _Kept.REGISTER.when(buffer) or _Kept.CAST
@@ -404,14 +399,17 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it.
+    False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it,
+    unless it is a difference in 16 bits in code outside of modules, as of a loss.
     """
     first = _first_event(case)
     for cancelled in _by_place(case.recorded(AmplifiedError), "after"):
         is_difference = cancelled.names[0].rstrip("_") in ("add", "sub", "rsub")
         also, words = _gradients(cancelled)
         born = _born_from(cancelled, case)
-        is_mild, step = also is None and born is None, cancelled.step
+        # The loss's own difference is reported as a value, too, and its remedy is simple.
+        is_of_loss = not cancelled.name and is_difference and cancelled.text in SIGNIFICAND_BITS
+        is_mild, step = also is None and born is None and not is_of_loss, cancelled.step
         if born is not None:
             place = _place(born)
             words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
