@@ -6,7 +6,6 @@ observer makes a record, and a rule reads the same class. A figure whose value i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
@@ -384,21 +383,6 @@ class MastersAddedUp(Record, kind="masters-added-up"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Average(Record, kind="average"):
-    """Copies of the weights. ``names``: the weights.
-
-    Args:
-        unmoved_fraction: the share of the elements that differ from the weights and never moved, 0..1.
-        writes: how often the copies were written.
-        tensors: the number of copies.
-    """
-
-    unmoved_fraction: float
-    writes: float | None = None
-    tensors: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Accumulation(Record, kind="accumulation"):
     """Elements of a micro-batch's gradient that were lost when they were added to the accumulated gradient.
 
@@ -434,26 +418,6 @@ class Statistics(Record, kind="statistics"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeLoss(Record, kind="loss"):
-    """A loss computed in 16 bits. ``names``: autograd's operators.
-
-    Args:
-        value: the loss.
-        is_known: whether its value was read.
-        is_wide_on_cuda: whether CUDA's autocast would compute it in FP32.
-    """
-
-    value: float
-    is_known: bool
-    is_wide_on_cuda: bool | None = None
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether its value was read and is not finite."""
-        return self.is_known and not math.isfinite(self.value)
-
-
-@dataclass(frozen=True, kw_only=True)
 class BrokenLoss(Record, kind="broken-loss"):
     """A loss that was not finite. ``names``: autograd's operators. ``in_half``: whether one of them computed in FP16."""
 
@@ -461,34 +425,19 @@ class BrokenLoss(Record, kind="broken-loss"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossTerm(Record, kind="loss-term"):
-    """A term of a loss, computed in 16 bits. ``names``: autograd's operators.
-
-    Args:
-        cancels: whether its own terms may cancel.
-        is_wide_on_cuda: whether CUDA's autocast would compute it in FP32.
-    """
-
-    cancels: bool
-    is_wide_on_cuda: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class OverflowedNorm(Record, kind="overflowed-norm"):
-    """A square root of a sum that overflowed in FP16.
+    """Infinite divisors, or arguments of an inverse root, that are finite in FP32. ``text``: the dtype and the operator.
+
+    The operator, line and phase are in ``names`` as well, except in sessions of earlier versions.
 
     Args:
-        elements, of: the number of infinite elements of the root's argument, and of all.
-        is_by_row: whether each element is the sum of a row.
+        elements, of: the number of infinite elements, and of all.
+        is_by_row: whether each element is of a row.
     """
 
     elements: float
     of: float
     is_by_row: bool
-
-    @property
-    def operator(self) -> str:
-        return self.text.rpartition(" ")[2]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.faults.measure.accumulation import Accumulation
 from mpinspect.ranges.faults.measure.autocasts import Autocasts
 from mpinspect.ranges.faults.measure.averaged import Averaged
-from mpinspect.ranges.faults.measure.averages import Averages
 from mpinspect.ranges.faults.measure.buffers import Buffers
 from mpinspect.ranges.faults.measure.examination import Examination
 from mpinspect.ranges.faults.measure.flushed import AskedGradients, DividedGradients
@@ -24,7 +23,6 @@ from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
 from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.faults.measure.measuring import Run
 from mpinspect.ranges.faults.measure.new_scalers import NewScalers, ScalesUsed
-from mpinspect.ranges.faults.measure.overflowed_norms import OverflowedNorms
 
 
 def diagnosing_observers(
@@ -45,12 +43,11 @@ def diagnosing_observers(
             ScalesUsed,
             MasterGradients,
             HandedOver,
-            Averages,
             Averaged,
             Accumulation,
             Buffers,
             Autocasts,
         ),
-        *(Examination, OverflowedNorms, DividedGradients, AskedGradients),
+        *(Examination, DividedGradients, AskedGradients),
     )
     return (*(kind(run) for kind in kinds), *asked)

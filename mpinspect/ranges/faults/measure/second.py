@@ -43,6 +43,7 @@ from mpinspect.ranges.records import (
     BrokenAlike,
     ChangedIntegers,
     LostSum,
+    OverflowedNorm,
     Positions,
     Record,
     RoundedArgument,
@@ -64,10 +65,13 @@ _SUMS = frozenset(
     }
 )
 _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+#: Losses that are differences, whose result is a single number.
+_LOSSES = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss})
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = (
     _ADDITIONS
     | {aten.rsub, aten.lerp_}
+    | _LOSSES
     | {
         *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
     }
@@ -99,6 +103,8 @@ _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: Bytes of twins, and seconds, after which the rest of the step is left out.
 _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
+#: The most modules in which infinite divisors are recorded.
+_MOST_NORMS = 3
 #: Bytes of errors that are held until the gradient at their operator's result is known.
 _MOST_ERRORS = 64 << 20
 #: The most operators that are named as left out.
@@ -339,6 +345,8 @@ class SecondComputation:
         if not is_finite(value):
             self._compare_broken(pending, value, twin, local())
             return
+        if BornInfinite in self._found and _is_in_forward():
+            self._compare_quotient(pending, value, twin)
         if is_rounded and pending.node is None:
             self._compare_kept(pending, value, local)
         if operator in _SUMS and value.dtype in _NARROW:
@@ -346,7 +354,7 @@ class SecondComputation:
         elif operator in _AMPLIFYING:
             if operator in _ADDITIONS and is_rounded:
                 self._compare_addition(pending, value, local)
-            if value.numel() >= _FEWEST_OF_ONE:
+            if value.numel() >= _FEWEST_OF_ONE or operator in _LOSSES:
                 self._compare_errors(pending, value, twin)
 
     def _compare_argument(self, pending: Pending, value: torch.Tensor) -> None:
@@ -414,6 +422,21 @@ class SecondComputation:
                 from_finite = is_seen and all(map(is_finite, _plain(pending.given[0])))
                 elements = float(broken.sum())
                 self._add(BrokenAlike, pending, value, elements=elements, of=of, from_finite=from_finite)
+
+    def _compare_quotient(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
+        """Record an infinity that 16 bits have made and whose quotients are zero: finite, and all values lost."""
+        is_zero = (value == 0) & (twin.abs() >= torch.finfo(value.dtype).tiny)
+        if not bool(is_zero.any()):
+            return
+        both = zip(_leaves(pending.given[0]), _leaves(pending.arguments[0]), strict=True)
+        divisors = [each.isinf() & exact.isfinite() for each, exact in both if _is_plain(each) and _is_plain(exact)]
+        infinite = next((each for each in divisors if bool(each.any())), None)
+        norms, of = self._found[OverflowedNorm], 0 if infinite is None else infinite.numel()
+        if infinite is None or len(norms) == _MOST_NORMS or self._module() in [each.name for each in norms]:
+            return
+        text = f"{dtype_name(self._narrow)} {pending.func.overloadpacket.__name__}"
+        figures = {"elements": float(infinite.sum()), "of": of, "is_by_row": of > 1 and infinite.shape[-1] == 1}
+        norms.append(self._record(OverflowedNorm, pending, value, text=text, **figures))
 
     def _compare_addition(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
@@ -571,7 +594,7 @@ class SecondComputation:
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
-        found += [*self._arguments.values(), *self._choices.used]
+        found += [*self._found[OverflowedNorm], *self._arguments.values(), *self._choices.used]
         worsts: tuple[tuple[type[Record], str], ...] = (
             (LostSum, "error"),
             (AbsorbedOperand, "error"),

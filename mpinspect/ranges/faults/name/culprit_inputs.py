@@ -282,12 +282,14 @@ class _ArgumentCode(Sentences):
 
 
 #: The remedy for each word that the operation's description may contain; the first one that it contains counts.
+#: Words of an examined argument whose origin is not known.
+CONSTANT = "with a constant"
 _REMEDIES = {
     "rounded to 16 bits": (_Argument.ROUNDED_DIFFERENCE, _ArgumentCode.ROUNDED_DIFFERENCE),
     "ignored": (_Argument.COUNT_TARGETS, _ArgumentCode.COUNT_TARGETS),
     "CTC": (_Argument.CTC, _ArgumentCode.CTC),
     "of an infinity": (_Argument.MASK_LAST, _ArgumentCode.MASK_LAST),
-    "with a constant": (_Argument.CONSTANT, _ArgumentCode.CONSTANT),
+    CONSTANT: (_Argument.CONSTANT, _ArgumentCode.CONSTANT),
     "with a weight": (_Argument.CLASS_WEIGHTS, _ArgumentCode.CLASS_WEIGHTS),
     "of a softmax": (_Argument.LOG_SOFTMAX, _ArgumentCode.LOG_SOFTMAX),
     "logarithm": (_Argument.AT_AN_EDGE, _ArgumentCode.LOG),
@@ -310,6 +312,8 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
     forward; its gradient is not.
     """
     for measured in case.recorded(ExaminedArgument):
+        if CONSTANT in measured.text and _is_origin_known(case):
+            return
         event = _event_at(case, measured.step)
         fix, code = next(
             (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
@@ -345,6 +349,12 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             is_mild=event is None,
         )
         return
+
+
+def _is_origin_known(case: Case) -> bool:
+    """Return whether a step computed twice shows the operator that made a forward's first infinity or NaN."""
+    broken = (*case.recorded(BornInfinite), *case.recorded(BrokenAlike))
+    return any(record.names[2] == "forward" for record in broken)
 
 
 #: Words of an operation's description, by the name of the operator that a second computation records.

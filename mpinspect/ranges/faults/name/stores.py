@@ -1,4 +1,4 @@
-"""Faults of sums kept in 16 bits: weights, optimizer states, averages, accumulated gradients."""
+"""Faults of sums kept in 16 bits: weights, optimizer states, accumulated gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
-from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten, MastersStale
+from mpinspect.ranges.records import Accumulation, MastersOverwritten, MastersStale
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import by_number, filled, number_of
@@ -362,41 +362,7 @@ def _masters_stale(case: Case) -> Iterator[Found]:
         yield Found.of(case, found, _Masters.STALE, _Masters.MAKE_AFTER_LOADING, _Masters.SET_TO_WEIGHTS)
 
 
-# -- averages and accumulated gradients ---------------------------------------------------------------------------------
-
-
-class _Average(Sentences):
-    STUCK = (
-        "The {dtype:format} {copies} of {copies_of:some 2} {were} written in place, yet {unmoved_fraction:percent} of the "
-        "elements that differ from the weights have not moved since step {since}, when the watch began: each update was below "
-        "half a unit in the last place."
-    )
-    IN_FP32 = "Keep averages (EMA, SWA) of weights in FP32."
-    WIDE = (
-        "averages = [p.detach().float().clone() for p in model.parameters()]\n"
-        "# as a whole model: average = copy.deepcopy(model).float()"
-    )
-
-
-def _average_lost(case: Case) -> Iterator[Found]:
-    """A 16-bit copy of the weights that is written and does not follow them.
-
-    False alarms: An average that has caught up with its weights moves little, so only elements that differ from the weights
-    count.
-    """
-    for measured in case.recorded(Average):
-        yield Found(
-            _Average.STUCK,
-            {"dtype": measured.text, "copies_of": list(measured.names), **measured.figures},
-            {
-                "since": measured.step,
-                "copies": by_number(measured.tensors, "copy", "copies"),
-                "were": by_number(measured.tensors, "was", "were"),
-            },
-            _Average.IN_FP32,
-            _Average.WIDE,
-            layer=measured.name,
-        )
+# -- accumulated gradients ---------------------------------------------------------------------------------
 
 
 class _Accumulation(Sentences):
@@ -446,7 +412,6 @@ FAULTS = (
     Fault("masters-overwritten", "error", _masters_overwritten, (_Masters,)),
     Fault("masters-stale", "error", _masters_stale, (_Masters,)),
     Fault("updates-lost", "warning", _updates_lost, (_Updates, FP32Weights)),
-    Fault("average-lost", "warning", _average_lost, (_Average,)),
     Fault("accumulation-lost", "warning", _accumulation_lost, (_Accumulation, FP32Weights)),
     Fault("moments-cannot-decay", "warning", _moments_cannot_decay, (_Moments, FP32Weights)),
     Fault("weight-decay-lost", "warning", _weight_decay_lost, (_Decay, FP32Weights)),
