@@ -85,7 +85,7 @@ def test_without_a_healthy_step_before_it_the_whole_run_is_shown():
 def test_a_culprit_of_a_kind_that_was_not_counted_shows_the_nearest_kind_and_says_so():
     shown = opened(broken())
     assert (shown["kind"], shown["marked"]) == (GRADIENT, ["blocks.1.fc1"])
-    assert "Its activations were not counted; shown are its activation gradients." in shown["words"]
+    assert "The activations of 'blocks.1.fc1' were not counted; shown are its activation gradients." in shown["words"]
     counted = opened(broken(kind="activation"))
     assert (counted["kind"], counted["marked"]) == ("activation", ["blocks.1.fc1"])
     assert "not counted" not in counted["words"]

@@ -209,7 +209,9 @@ def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[Lay
     # The code after a module is no part of it.
     if is_own and not event.after:
         counted, missing = (kind_named(each).title.lower() for each in (kind, event.what))
-        words = "" if kind == event.what else f"Its {missing} were not counted; shown are its {counted}."
+        words = (
+            "" if kind == event.what else f"The {missing} of {event.place} were not counted; shown are its {counted}."
+        )
         return Culprit(kind, near, said=said, step=event.step, words=words)
     is_loss = event.what in LOSSES and not event.module
     if not event.module and not event.given and not is_loss:

@@ -12,6 +12,8 @@ import { numberOf, percent } from "./words.js";
 
 /** Most rows, pixels of a row at least and at most, and of the columns of figures with the table's borders. */
 const [MOST, LEAST, TALLEST, FIGURES] = [200, 24, 200, 176];
+/** Pixels of the culprit's row. */
+const CULPRIT = 40;
 
 /** A tensor of both runs. @typedef {{first: any, second: any, elsewhere: number, from: number | null}} Pair */
 
@@ -148,7 +150,7 @@ export class Comparison {
     const { name, marked, said } = this.opening;
     if (!said) return [];
     const place = name || marked[0];
-    return [element("tr", { className: "marked culprit" }, element("th", { scope: "row", className: "left", title: place }, element("bdi", {}, this.shortened(place))),
+    return [element("tr", { className: "marked culprit", style: `--row:${CULPRIT}px` }, element("th", { scope: "row", className: "left", title: place }, element("bdi", {}, this.shortened(place))),
       element("td", { className: "words", colSpan: 5 }, `${this.broken}: ${said}`))];
   }
 
@@ -164,8 +166,8 @@ export class Comparison {
     const names = isNarrow() ? 92 : clamp(longest * LETTER + BESIDE, 120, 250);
     const figures = isNarrow() ? 0 : FIGURES;
     const strip = Math.max(Math.floor((wide - names - figures - 16) / 3), 60);
-    const free = this.root.clientHeight - this.rows.offsetTop - 60;
-    const row = clamp(Math.floor(free / Math.max(shown.length + Number(Boolean(this.opening.said)), 1)), LEAST, TALLEST);
+    const free = this.root.clientHeight - this.rows.offsetTop - 60 - (this.opening.said ? CULPRIT : 0);
+    const row = clamp(Math.floor(free / Math.max(shown.length, 1)), LEAST, TALLEST);
     [names, strip, strip, strip, figures / 2, figures / 2].forEach((width, place) => { this.cols[place].style.width = `${width}px`; });
     this.rows.classList.toggle("narrow", !figures);
     this.rows.style.setProperty("--row", `${row}px`);

@@ -65,9 +65,11 @@ export class Table {
     return this.columns.filter(({ name }) => name !== "lost" || !isOutput);
   }
 
-  /** The one figure of a narrow page: infinities where there are any, else overflows, else what is flushed. */
+  /** The one figure of a narrow page, by the culprit's or all layers': infinities if there are any, else overflows, else what is flushed. */
   figureOf() {
-    const found = isNarrow() ? this.view.ofKind.map((/** @type {any} */ layer) => this.view.figures(layer)).filter(Boolean) : [];
+    const { view } = this;
+    const own = view.ofKind.filter((/** @type {any} */ layer) => isNarrow() && (!view.marked.size || view.isMarked(layer)));
+    const found = own.map((/** @type {any} */ layer) => view.figures(layer)).filter(Boolean);
     if (found.some((/** @type {any} */ { h }) => h.infs + h.nans)) return "broken";
     return found.some((/** @type {any} */ { high }) => high) ? "overflow" : "flushed";
   }

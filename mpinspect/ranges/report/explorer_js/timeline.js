@@ -4,6 +4,7 @@
 import { align, chart, dragged, LEFT, ticks, TOP } from "./chart.js";
 import { element, entry, key, svg } from "./dom.js";
 import { clamp } from "./histogram.js";
+import { LETTER } from "./layout.js";
 import { number, numberOf, power } from "./words.js";
 
 /** Pixels of the height of the strip, and of that of the lost updates. */
@@ -119,8 +120,9 @@ export class Timeline {
     if (step === null) return;
     const isLeft = x(step) < (right + LEFT) / 2;
     picture.append(svg("rect", { x: x(step), width: right - x(step), y: TOP, height: bottom - TOP, class: "since" }),
-      svg("line", { x1: x(step), x2: x(step), y1: TOP, y2: bottom, class: "since" }),
-      svg("text", { x: x(step) + (isLeft ? 6 : -6), y: bottom - 5, "text-anchor": isLeft ? "start" : "end", class: "since" }, said));
+      svg("line", { x1: x(step), x2: x(step), y1: TOP, y2: bottom, class: "since" }));
+    const room = isLeft ? right - x(step) : x(step) - LEFT;
+    if (said.length * LETTER < room) picture.append(svg("text", { x: x(step) + (isLeft ? 6 : -6), y: bottom - 5, "text-anchor": isLeft ? "start" : "end", class: "since" }, said));
   }
 
   /** The loss scale, or the largest magnitude of a run that has none, and what happened. @param {number} wide @param {number} high @param {import("./chart.js").Axis} across */
