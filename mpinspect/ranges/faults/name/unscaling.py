@@ -171,7 +171,8 @@ def _unscaled_too_often(case: Case) -> Iterator[Found]:
         if found:
             scale = case.progress.scale_at(found[0].step)
             if scale is None or scale > 1:
-                layer = found[0].name * (says is not _TooOften.BY_HAND)
+                # The others are about all of an optimizer's gradients.
+                layer = found[0].name * (says is _TooOften.NEVER_SCALED)
                 yield Found.of(case, found, says, fix, code, evidence={"loss_scale": scale}, layer=layer)
             return
 
