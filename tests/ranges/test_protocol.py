@@ -448,3 +448,44 @@ def test_a_scaler_that_grows_after_each_step_is_to_grow_later():
     assert found.severity == "warning"
     assert "doubles its scale after 1 step without an overflow" in found.message
     assert found.fix == "Let the scaler grow after more steps: its default is growth_interval=2000."
+
+
+# -- steps that no scaler guards -----------------------------------------------------------------------------------------
+
+
+def unguarded(take_step, steps=6):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                output = model(torch.randn(16, 8))
+            scaler.scale(output.float().square().mean()).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            take_step(scaler, optimizer, norm)
+            scaler.update()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+def test_a_step_that_the_loop_takes_on_overflowed_gradients_in_place_of_the_scaler_is_named():
+    found = unguarded(lambda scaler, optimizer, norm: optimizer.step())
+    cause = found["scaler-step-missing"]
+    assert (cause.severity, cause.step, cause.certainty) == ("error", 0, "inferred")
+    assert "scaler.step(optimizer)" in cause.code
+    assert {finding.id for finding in found.values() if finding.severity != "info"} == {"scaler-step-missing"}
+
+
+@pytest.mark.parametrize(
+    "take_step",
+    [
+        lambda scaler, optimizer, norm: scaler.step(optimizer),
+        lambda scaler, optimizer, norm: optimizer.step() if norm.isfinite() else None,
+    ],
+    ids=["by the scaler", "after a check of the norm"],
+)
+def test_guarded_steps_are_no_fault(take_step):
+    assert "scaler-step-missing" not in unguarded(take_step)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS, what_broke
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
-from mpinspect.ranges.report.opening import line_of
+from mpinspect.ranges.report.opening import is_of, line_of
 from mpinspect.ranges.report.scale_line import steps_and_samples
 from mpinspect.ranges.session import module_named
 from mpinspect.reporting.document import Block, Code, Front, Line, Listed, Tone, nonempty
@@ -91,7 +91,7 @@ def began(report: RangeReport) -> str:
     If the alarm names another step, this is the finding of which the verdict's first sentence speaks.
     """
     finding, event = next((each for each in report.findings if each.is_alarm), None), what_broke(report)
-    if finding is None or (event is not None and finding.step in (None, event.step)):
+    if finding is None or (event is not None and is_of(finding, event)):
         return ""
     when, line = filled("from step {:,} on", finding.step), line_of(finding)
     places = [filled("in {}", finding.layer and module_named(finding.layer)), filled("in {}", line)]

@@ -266,7 +266,7 @@ class _ArgumentCode(Sentences):
     CLASS_WEIGHTS = "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out"
     ROUNDED_DIFFERENCE = (
         "with torch.autocast(device_type, enabled=False):\n"
-        "    distances = torch.cdist(a.float(), b.float())  # for |a|^2 + |b|^2 - 2 ab"
+        "    difference = a.float() - b.float()  # for |a|^2 + |b|^2 - 2 ab: torch.cdist(a.float(), b.float())"
     )
     LOG_SOFTMAX = "log_probabilities = torch.log_softmax(logits, -1)"
     LOG = "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"
@@ -281,9 +281,9 @@ class _ArgumentCode(Sentences):
     ATANH = "x.clamp(-1 + 1e-6, 1 - 1e-6).atanh()"
 
 
-#: The remedy for each word that the operation's description may contain; the first one that it contains counts.
 #: Words of an examined argument whose origin is not known.
 CONSTANT = "with a constant"
+#: The remedy for each word that the operation's description may contain; the first one that it contains counts.
 _REMEDIES = {
     "rounded to 16 bits": (_Argument.ROUNDED_DIFFERENCE, _ArgumentCode.ROUNDED_DIFFERENCE),
     "ignored": (_Argument.COUNT_TARGETS, _ArgumentCode.COUNT_TARGETS),

@@ -171,7 +171,8 @@ def _unscaled_too_often(case: Case) -> Iterator[Found]:
         if found:
             scale = case.progress.scale_at(found[0].step)
             if scale is None or scale > 1:
-                layer = found[0].name * (says is not _TooOften.BY_HAND)
+                # The others are about all of an optimizer's gradients.
+                layer = found[0].name * (says is _TooOften.NEVER_SCALED)
                 yield Found.of(case, found, says, fix, code, evidence={"loss_scale": scale}, layer=layer)
             return
 
@@ -295,6 +296,8 @@ class _InHalf(Sentences):
 
 def _divided_in_float16(case: Case) -> Iterator[Found]:
     """FP16 gradients that the loop divides in FP16, so that elements become zero.
+
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: It is measured, from 1% of the non-zero elements on. It is a warning below half of them.
     """
@@ -447,7 +450,14 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
 
 FAULTS = (
     Fault("divided-by-another-scale", "error", _divided_by_another_scale, (_OtherScale,)),
-    Fault("divided-in-float16", "warning", _divided_in_float16, (_InHalf,), ("gradients-zeroed", "gradients-all-zero")),
+    Fault(
+        "divided-in-float16",
+        "warning",
+        _divided_in_float16,
+        (_InHalf,),
+        ("gradients-zeroed", "gradients-all-zero"),
+        is_of_every_step=True,
+    ),
     Fault("asked-gradients-flushed", "warning", _asked_gradients_flushed, (_Asked,)),
     Fault("unscale-missing", "warning", _unscale_missing, (_Unscale, _Limit)),
     Fault("unscaled-too-often", "error", _unscaled_too_often, (_TooOften,)),
