@@ -105,8 +105,7 @@ class Watcher(Guarded):
         self._patches.listen_last()
         parts = self._made()
         by_hand = any(not each.had_optimizers for each in parts.models.all)
-        counts_backwards = by_hand and self._options.steps is not None
-        self._patches.watch_backwards(counts_backwards or not parts.backwards.settled)
+        self._patches.watch_backwards(by_hand or not parts.backwards.settled)
 
     # -- called by TorchPatches: these must not raise --------------------------------------------------------------------
 
@@ -134,6 +133,19 @@ class Watcher(Guarded):
             parts = self._made()
             parts.backwards.begins(tensors)
             parts.models.stop_after_enough_steps(None)
+            parts.one_step.backward_begins()
+
+    @guarded
+    def gradients_returned(self, outputs: Any, inputs: Any, gradients: Any) -> None:
+        """Attach to models that the loop updates itself by ``torch.autograd.grad``, which has returned their gradients."""
+        if not self._active or self.seen.optimizers:
+            return
+        with self._lock.held():
+            self.seen.backwards += 1
+            parts = self._made()
+            parts.backwards.asked_for(inputs)
+            parts.models.stop_after_enough_steps(None)
+            parts.one_step.backward_begins()
 
     @guarded
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:

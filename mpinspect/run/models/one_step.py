@@ -106,6 +106,18 @@ class OneStep(Guarded):
         self._step_ended(optimizer)
 
     @guarded
+    def backward_begins(self) -> None:
+        """Begin or end the recorded step of models that no optimizer steps: from one backward to the next."""
+        if not self._models.are_by_hand or not self._is_its_thread:
+            return
+        self._stepped += 1
+        if self._products is not None:
+            self._finish_products("")
+        if self._wants_matmuls or self._wants_second:
+            self._thread = threading.get_ident()
+            self._begin_products()
+
+    @guarded
     def loss_scaled(self, scaler: object, given: object, scaled: object) -> None:
         """Follow the loss scale from here; called when ``scaler.scale(given)`` has returned ``scaled``."""
         if self._powers is not None and self._is_its_thread:
@@ -218,7 +230,9 @@ class OneStep(Guarded):
             self._note_lint(reason)
             return
         products = LiveMatmuls(models)
-        second = SecondComputation(products.running_module, _parameters(models), _buffers(models))
+        second = SecondComputation(
+            products.running_module, _parameters(models), _buffers(models), self._models.are_by_hand
+        )
         products.compute_twice(second)
         self._powers = PowersOfScale(products.running_module, _parameters(models))
         products.follow(self._powers)
