@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices
+from mpinspect.ranges.faults.measure.flushed import DividedGradients
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.faults.measure.twins import (
@@ -97,6 +98,8 @@ _DECIDING = frozenset(
         *(aten.logical_and_, aten.logical_or_, aten.bitwise_and_, aten.bitwise_or_),
     }
 )
+#: Operators by which a loop divides its gradients.
+_SCALING = frozenset({aten.mul, aten.mul_, aten.div, aten.div_})
 #: Operators whose results are not written yet, or have no exact result.
 _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 #: Beginnings of the names of operators that a backend implements as it likes.
@@ -176,6 +179,7 @@ class SecondComputation:
         }
         self._kept = KeptSums((parameter for _, parameter in self._parameters), narrow)
         self._choices = Choices()
+        self._divided = DividedGradients(self._parameters)
         self._numbers = RoundedNumbers(self._kept.is_old)
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
@@ -246,7 +250,9 @@ class SecondComputation:
         if self._is_used_up():
             self._end()
             return None
-        if not torch._C._current_autograd_node():
+        if not _is_in_forward():
+            self._divided.backward_runs()
+        else:
             self._modules[_get_sequence_nr() - 1] = self._module()
         if not _fits(tensors):
             self.skipped["too large"] += 1
@@ -282,6 +288,8 @@ class SecondComputation:
             self._forget(results)
             return
         try:
+            if func.overloadpacket in _SCALING and results and _is_in_forward():
+                self._divided.multiplied(name.rstrip("_"), pending.given[0], pending.old, results[0], frame)
             if func.overloadpacket is aten._to_copy and not results:
                 self._compare_integers(pending, result)
                 return
@@ -588,7 +596,7 @@ class SecondComputation:
         self._found[AbsorbedOperand] += _running_sums(self._repeated.values())
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
-        found = self._kept.records()
+        found = [*self._kept.records(), *self._divided.records()]
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))

@@ -120,10 +120,12 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         calls = [] if second is None else _calls(func, args)
         pending = [self._attempt(second.before, one, given, kwargs) for one, given in calls] if second else []
         result = func(*args, **kwargs)
-        for place, each in enumerate(pending):
+        made = [result]
+        if calls and calls[0][0] is not func:
+            made = result or args[0]
+        for each, one in zip(pending, made, strict=False):
             if second is not None and each is not None:
-                made = result if len(calls) == 1 and calls[0][0] is func else args[0][place]
-                self._attempt(second.after, each, made, sys._getframe(1))
+                self._attempt(second.after, each, one, sys._getframe(1))
         if self._powers is not None:
             self._attempt(self._powers.ran, func, args, kwargs, result, sys._getframe(1), self.in_optimizer)
         return result
@@ -146,11 +148,11 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _calls(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return the operators and arguments that a foreach operator in place stands for; of another, its own."""
+    """Return the operators and arguments that a foreach operator stands for; of another, its own."""
     name = func._schema.name.removeprefix("aten::")
     packet = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None) if name.startswith("_foreach_") else None
     single = getattr(packet, _SINGLE.get(func._overloadname, ""), None)
-    if single is None or not name.endswith("_"):
+    if single is None:
         return [(func, args)]
     return [(single, row) for row, _ in rows(args, args[0])]
 

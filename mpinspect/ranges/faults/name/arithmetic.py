@@ -277,6 +277,7 @@ FAULTS = (
         _norm_overflows,
         (_Norm,),
         ("initial-scale-too-high", "scale-too-high", "gradients-all-zero", "non-finite-event"),
+        is_of_every_step=True,
     ),
     Fault(
         "positions-collapse",

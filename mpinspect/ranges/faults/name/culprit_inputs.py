@@ -126,7 +126,7 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
     for measured in case.recorded(Examined):
         event = _event_at(case, measured.step)
         of_targets = _is_of_targets(measured, event)
-        if not of_targets and not isinstance(measured, ExaminedBatch):
+        if not of_targets and (not isinstance(measured, ExaminedBatch) or _is_batch_rounded(case)):
             continue
         if event is not None and event.rank != measured.rank:
             # Another rank may have made it first and sent it to this one.
@@ -143,6 +143,12 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
             is_inferred=isinstance(measured, ExaminedDifference),
         )
         return
+
+
+def _is_batch_rounded(case: Case) -> bool:
+    """Return whether a step computed twice shows that the loop's own code in 16 bits made the batch infinite."""
+    steps = {born.step for born in case.recorded(BornInfinite) if not born.name and born.names[2] == "forward"}
+    return any(event.given for event in case.events if event.step in steps)
 
 
 def _is_of_targets(measured: Examined, event: Event | None) -> bool:
@@ -266,7 +272,7 @@ class _ArgumentCode(Sentences):
     CLASS_WEIGHTS = "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out"
     ROUNDED_DIFFERENCE = (
         "with torch.autocast(device_type, enabled=False):\n"
-        "    distances = torch.cdist(a.float(), b.float())  # for |a|^2 + |b|^2 - 2 ab"
+        "    difference = a.float() - b.float()  # for |a|^2 + |b|^2 - 2 ab: torch.cdist(a.float(), b.float())"
     )
     LOG_SOFTMAX = "log_probabilities = torch.log_softmax(logits, -1)"
     LOG = "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"
@@ -281,9 +287,9 @@ class _ArgumentCode(Sentences):
     ATANH = "x.clamp(-1 + 1e-6, 1 - 1e-6).atanh()"
 
 
-#: The remedy for each word that the operation's description may contain; the first one that it contains counts.
 #: Words of an examined argument whose origin is not known.
 CONSTANT = "with a constant"
+#: The remedy for each word that the operation's description may contain; the first one that it contains counts.
 _REMEDIES = {
     "rounded to 16 bits": (_Argument.ROUNDED_DIFFERENCE, _ArgumentCode.ROUNDED_DIFFERENCE),
     "ignored": (_Argument.COUNT_TARGETS, _ArgumentCode.COUNT_TARGETS),
