@@ -672,7 +672,9 @@ def test_the_headline_says_where_and_when_it_began():
     assert began(report) == ""
     assert began(replace(report, findings=(finding,))) == "In 'blocks.0.fc2', from step 1,200 on"
     assert began(replace(report, findings=(replace(finding, layer=""),))) == "From step 1,200 on, in no single layer"
-    assert began(replace(report, findings=(replace(finding, step=None),))) == "In 'blocks.0.fc2', in no single step"
+    assert began(replace(report, findings=(replace(finding, step=None),))) == "In 'blocks.0.fc2', throughout the run"
+    nowhere = replace(finding, layer="", step=None)
+    assert began(replace(report, findings=(nowhere,))) == "Throughout the run, in no single layer"
     at_line = replace(finding, layer="", evidence={"line": "train.py:9"})
     assert began(replace(report, findings=(at_line,))) == "In train.py:9, from step 1,200 on"
     in_both = replace(finding, evidence={"line": "train.py:9"})
@@ -701,7 +703,8 @@ def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():
     assert f"Settings that differ: {', '.join(settings)}." in named
     alike = diff(broken(), broken())
     assert "Both in trouble" in part(render(alike, ".html"), "header", "bar")
-    assert "Both are in trouble, in the same way: step 5, " in part(render(alike, ".html"), "section", "panel")
+    panel = " ".join(part(render(alike, ".html"), "section", "panel").split())
+    assert "Both are in trouble, in the same way: step 5, " in panel
     assert "Change in" not in render(diff(healthy, healthy), ".html")
 
 

@@ -98,9 +98,10 @@ def began(report: RangeReport) -> str:
     place = ", ".join(filter(None, places)) or "in no single layer"
     if event is not None:
         return f"The gravest finding is {place}, {when}"
+    when = when or "throughout the run"
     if not finding.layer and not line:
-        return f"{upper_first(when)}, {place}" if when else "In no single layer or step"
-    return f"{upper_first(place)}, {when or 'in no single step'}"
+        return f"{upper_first(when)}, {place}"
+    return f"{upper_first(place)}, {when}"
 
 
 def listed(report: RangeReport, thing: str = "") -> Iterator[Listed]:

@@ -126,7 +126,7 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
     for measured in case.recorded(Examined):
         event = _event_at(case, measured.step)
         of_targets = _is_of_targets(measured, event)
-        if not of_targets and not isinstance(measured, ExaminedBatch):
+        if not of_targets and (not isinstance(measured, ExaminedBatch) or _is_batch_rounded(case)):
             continue
         if event is not None and event.rank != measured.rank:
             # Another rank may have made it first and sent it to this one.
@@ -143,6 +143,12 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
             is_inferred=isinstance(measured, ExaminedDifference),
         )
         return
+
+
+def _is_batch_rounded(case: Case) -> bool:
+    """Return whether a step computed twice shows that the loop's own code in 16 bits made the batch infinite."""
+    steps = {born.step for born in case.recorded(BornInfinite) if not born.name and born.names[2] == "forward"}
+    return any(event.given for event in case.events if event.step in steps)
 
 
 def _is_of_targets(measured: Examined, event: Event | None) -> bool:

@@ -68,7 +68,8 @@ export class Table {
   /** The one figure of a narrow page, by the culprit's or all layers': infinities if there are any, else overflows, else what is flushed. */
   figureOf() {
     const { view } = this;
-    const own = view.ofKind.filter((/** @type {any} */ layer) => isNarrow() && (!view.marked.size || view.isMarked(layer)));
+    if (!isNarrow()) return "flushed";
+    const own = view.ofKind.filter((/** @type {any} */ layer) => !view.marked.size || view.isMarked(layer));
     const found = own.map((/** @type {any} */ layer) => view.figures(layer)).filter(Boolean);
     if (found.some((/** @type {any} */ { h }) => h.infs + h.nans)) return "broken";
     return found.some((/** @type {any} */ { high }) => high) ? "overflow" : "flushed";
@@ -231,8 +232,9 @@ export class Table {
     if (isSaid) cells[0] = [view.data.opening.said, "words"];
     cells.forEach(([text, tone], column) => {
       const cell = kept.cells[column];
-      cell.hidden = isSaid && column > 0;
-      cell.colSpan = isSaid && !column ? cells.length : 1;
+      const span = isSaid && !column ? cells.length : 1;
+      if (cell.colSpan !== span) cell.colSpan = span;
+      if (cell.hidden !== (isSaid && column > 0)) cell.hidden = !cell.hidden;
       if (cell.textContent !== text) cell.textContent = text;
       const { isWide, name } = this.columns[column + 2];
       const named = [isWide ? "wide" : name, tone, name === this.figure ? "figure" : ""].join(" ");

@@ -116,13 +116,13 @@ export class View {
   /** Whether something is to blame, but neither a layer nor the loss scale. */
   get isElsewhere() {
     const { name, kind, curve } = this.data.opening;
-    return Boolean(name) && !kind && !curve;
+    return Boolean(name) && !kind && !curve && this.lastStep > 0;
   }
 
   /** The tone of a layer's infinities and NaNs: "dim" where they follow from those of a culprit elsewhere, or ask for no change. @param {any} layer */
   toneOf(layer) {
-    const { kind, grave } = this.data.opening;
-    if (!this.isMarked(layer) && (kind || !grave)) return "dim";
+    const { said, grave } = this.data.opening;
+    if (!this.isMarked(layer) && (said || !grave)) return "dim";
     return grave ? "error" : "warning";
   }
 
@@ -196,8 +196,12 @@ export class View {
   overSteps(of) {
     const those = this.chosen ? [this.chosen] : this.ofKind.filter((/** @type {any} */ layer) => !layer.noise);
     return this.data.blocks.map((/** @type {any} */ _, /** @type {number} */ block) => {
-      const counted = those.map((/** @type {any} */ { blocks }) => blocks[block]).filter((/** @type {any} */ h) => h && nonzero(h));
-      return counted.length ? counted.reduce((/** @type {number} */ most, /** @type {any} */ h) => Math.max(most, of(h)), -Infinity) : null;
+      let most = -Infinity;
+      for (const { blocks } of those) {
+        const h = blocks[block];
+        if (h && nonzero(h)) most = Math.max(most, of(h));
+      }
+      return most === -Infinity ? null : most;
     });
   }
 
