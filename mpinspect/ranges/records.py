@@ -187,8 +187,15 @@ class ChangedWhileScaled(Change, kind="changed-while-scaled"):
     """Gradients that changed between the backward and the scaler's division."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class SteppedWhileScaled(Change, kind="stepped-while-scaled"):
-    """Gradients that an optimizer applied before a scaler divided them."""
+    """Gradients that an optimizer applied before a scaler divided them.
+
+    Args:
+        divided_early: whether the scaler had divided the earlier micro-batches' sum, before the last backward.
+    """
+
+    divided_early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,9 +355,13 @@ class MastersStale(Record, kind="masters-stale"):
 
 @dataclass(frozen=True, kw_only=True)
 class MastersOverwritten(Record, kind="masters-overwritten"):
-    """Masters that were overwritten by their weights between two steps. ``changed``: the share of changed elements, 0..1."""
+    """Masters that were overwritten by their weights between two steps, or FP32 weights by a 16-bit copy (``text``: its dtype).
 
-    changed: float
+    Args:
+        changed: the share of changed elements, 0..1; None for weights that a copy overwrote.
+    """
+
+    changed: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +391,17 @@ class MastersAddedUp(Record, kind="masters-added-up"):
 
 
 # -- sums and numbers in 16 bits; text: the dtype ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlushedState(Record, kind="flushed-state"):
+    """An optimizer's FP16 state without negative elements. ``text``: its name; ``names``: the parameters.
+
+    Args:
+        flushed: the share of its elements that are zero, of those with a gradient other than zero, 0..1.
+    """
+
+    flushed: float
 
 
 @dataclass(frozen=True, kw_only=True)

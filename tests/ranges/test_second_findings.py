@@ -17,6 +17,7 @@ from mpinspect.ranges.records import (
     ChangedChoices,
     ChangedIntegers,
     ExaminedArgument,
+    ExaminedBatch,
     FrozenBuffer,
     MixedPowers,
     OverflowedNorm,
@@ -184,6 +185,30 @@ def test_an_overflow_counts_its_elements():
     born = BornInfinite(step=1, names=("sum", "train.py:7", "forward"), text="float16", elements=1, of=4, largest=1e5)
     message = findings(born)["overflow-in-operator"].message
     assert message.startswith("In step 1, sum in train.py:7 overflows FP16 in 1 element: the exact result is finite")
+
+
+def test_an_overflow_whose_operator_is_known_explains_the_constant_that_it_made():
+    event = broken(4, what="loss")
+    constant = ExaminedArgument(step=4, text="a product with a constant that is infinite or NaN", elements=8, bits=32)
+    made = BornInfinite(step=5, names=("exp", "train.py:10", "forward"), text="float16", elements=4, of=64, largest=1e8)
+    found = findings(constant, made, precision=FP16, events=(event,))
+    assert found["overflow-in-operator"].evidence["line"] == "train.py:10"
+    assert "argument-out-of-range" not in found
+    assert "argument-out-of-range" in findings(constant, precision=FP16, events=(event,))
+
+
+def test_a_batch_that_a_cast_made_infinite_is_the_casts_fault():
+    batch = ExaminedBatch(step=4, elements=3, rows=3, of_rows=8)
+    cast = BornInfinite(
+        step=5, names=("_to_copy", "train.py:10", "forward"), text="float16", elements=4, of=64, largest=1e5
+    )
+    events = tuple(broken(step, given=True) for step in (4, 5))
+    found = findings(batch, cast, precision=FP16, events=events)
+    assert found["overflow-in-operator"].severity == "error"
+    assert "FP32" in found["overflow-in-operator"].fix
+    assert "batch-not-finite" not in found
+    in_a_module = replace(cast, name="head")
+    assert "batch-not-finite" in findings(batch, in_a_module, precision=FP16, events=events)
 
 
 def test_rounded_ids_have_an_example():

@@ -16,7 +16,7 @@ from mpinspect.ranges.faults.measure.autocasts import Autocasts
 from mpinspect.ranges.faults.measure.averaged import Averaged
 from mpinspect.ranges.faults.measure.buffers import Buffers
 from mpinspect.ranges.faults.measure.examination import Examination
-from mpinspect.ranges.faults.measure.flushed import AskedGradients
+from mpinspect.ranges.faults.measure.flushed import AskedGradients, FlushedStates
 from mpinspect.ranges.faults.measure.handed_over import HandedOver
 from mpinspect.ranges.faults.measure.ledger import Ledger
 from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
@@ -48,6 +48,6 @@ def diagnosing_observers(
             Buffers,
             Autocasts,
         ),
-        *(Examination, AskedGradients),
+        *(Examination, AskedGradients, FlushedStates),
     )
     return (*(kind(run) for kind in kinds), *asked)

@@ -1,4 +1,4 @@
-"""FP16 gradients that flush where no count shows it: divided by the loop itself, or returned by autograd.grad."""
+"""Flushing that no count shows: FP16 gradients divided by the loop itself or asked for, and an optimizer's FP16 states."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
 from mpinspect.ranges.faults.measure.twins import storage_key
-from mpinspect.ranges.records import DividedInHalf, GradientsUnderflow, Record
+from mpinspect.ranges.records import DividedInHalf, FlushedState, GradientsUnderflow, Record
 from mpinspect.runtime.user_line import innermost_line
 
 #: The least share of the gradients' elements, or of their sum of magnitudes, whose loss is recorded.
@@ -92,7 +93,7 @@ def _factor(name: str, value: Any) -> float | None:
         return None
     if not isinstance(value, (torch.Tensor, int, float)):
         return None
-    number = float(value)
+    number = float(value.detach() if isinstance(value, torch.Tensor) else value)
     if name == "mul":
         return number
     return 1 / number if number else None
@@ -119,6 +120,39 @@ class AskedGradients(Measuring):
         worst = max(shares, key=lambda number: shares[number])
         if shares[worst] > _LEAST_LOST:
             self._record(GradientsUnderflow(name=names[int(worst)], step=step, text=line, lost=shares[worst]))
+
+
+class FlushedStates(Measuring):
+    """Counts the zeros in an optimizer's FP16 states without negative elements, such as averages of squared gradients."""
+
+    @torch.no_grad()
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the states of a measured step with the gradients, which are still there."""
+        if not self.at_work:
+            return
+        by_state: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        for watched in (*self._optimizers.parameters(optimizer), *self._masters.of(optimizer)):
+            gradient = watched.parameter.grad
+            for name, state in states_of(optimizer, watched.parameter).items():
+                is_half = is_plain(state) and state.dtype is torch.float16
+                if is_half and is_plain(gradient) and state.shape == gradient.shape:
+                    by_state.setdefault(name, []).append((watched.name, _flushed(state, gradient)))
+        for name, counts in by_state.items():
+            sent = Sent.of(counts)
+            self._arrivals.call(sent.copies, partial(self._judge, self._clock.step, name, sent))
+
+    def _judge(self, step: int, state: str, sent: Sent) -> None:
+        counts = sent.read()
+        flushed, given, negative = map(sum, zip(*counts.values(), strict=True))
+        if flushed and not negative:
+            names = tuple(name for name, (zeros, *_) in counts.items() if zeros)
+            self._record_names(FlushedState(step=step, names=names, text=state, flushed=flushed / given))
+
+
+def _flushed(state: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return how many elements of a state are zero where the gradient is not, the gradient's non-zero, the state's negative."""
+    given = gradient != 0
+    return torch.stack([((state == 0) & given).sum(), given.sum(), (state < 0).sum()])
 
 
 def _is_half(node: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
-from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
+from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     AbsorbedOperand,
@@ -123,6 +123,7 @@ class _Born(Sentences):
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
     PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
     BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
+    STAY_IN_FP32 = "Leave this value in FP32, or bound it first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
     MASK_OF_THE_DTYPE = (
@@ -134,6 +135,7 @@ class _Born(Sentences):
 
 _SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "linalg_vector_norm", "norm")
 _PRODUCTS = ("mul", "pow")
+_CASTS = ("_to_copy", "copy_")
 #: Operators that are infinite at zero.
 _AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
@@ -152,7 +154,7 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     born = next(found, None)
     if born is None:
         return
-    if born.largest and case.has(ExaminedArgument):
+    if born.largest and any(CONSTANT not in each.text for each in case.recorded(ExaminedArgument)):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
     fix, code = _remedy(born)
@@ -188,6 +190,8 @@ def _remedy(born: BornInfinite) -> tuple[Said, Said]:
         return _Born.BOUND_EXP, _Born.CAST
     if born.largest >= _LARGEST_OF_FP32:
         return _Born.MASK_OF_THE_DTYPE, _Born.FINFO
+    if operator in _CASTS:
+        return _Born.STAY_IN_FP32, ()
     is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
     return (_Born.OPERATOR_IN_FP32, _Born.EPSILON.when(is_epsilon)), _Born.CAST
 
@@ -202,10 +206,6 @@ def _beginning(found: Record, first: Event | None) -> tuple[bool, str, int]:
     if first is not None and first.step < found.step:
         return True, first.module, first.step
     return False, found.name, found.step
-
-
-#: Words of an examined argument whose origin is not known.
-_CONSTANT = "with a constant"
 
 
 class _Alike(Sentences):
@@ -228,7 +228,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     False alarms: It is measured. It is information if no forward of the run was infinite or NaN.
     """
     examined = case.recorded(ExaminedArgument)
-    if overflowed_norms(case) or any(_CONSTANT not in each.text for each in examined):
+    if overflowed_norms(case) or any(CONSTANT not in each.text for each in examined):
         # Another fault names these inputs already.
         return
     broken = [event for event in case.events if event.forward_finite is False]
