@@ -223,7 +223,9 @@ class OneStep(Guarded):
             self._note_lint(reason)
             return
         products = LiveMatmuls(models)
-        second = SecondComputation(products.running_module, _parameters(models), _buffers(models))
+        second = SecondComputation(
+            products.running_module, _parameters(models), _buffers(models), self._models.are_by_hand
+        )
         products.compute_twice(second)
         self._powers = PowersOfScale(products.running_module, _parameters(models))
         products.follow(self._powers)

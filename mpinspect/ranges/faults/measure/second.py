@@ -169,6 +169,7 @@ class SecondComputation:
         module: returns the dotted path of the module that is running.
         parameters: the model's parameters by name, whose gradients are compared in the end.
         buffers: the model's buffers by name, whose values persist after a step.
+        by_hand: whether the loop updates the weights itself, without an optimizer.
     """
 
     def __init__(
@@ -176,13 +177,14 @@ class SecondComputation:
         module: Callable[[], str],
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
+        by_hand: bool = False,
     ) -> None:
         self._module = module
         self._parameters = list(parameters)
-        narrow = {
-            storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
-        }
-        self._kept = KeptSums((parameter for _, parameter in self._parameters), narrow)
+        stepped = [each for _, each in self._parameters if each.requires_grad and not by_hand]
+        others = (*stepped, *(each.grad for _, each in self._parameters))
+        left = [(name, each) for name, each in self._parameters if by_hand or not each.requires_grad]
+        self._kept = KeptSums(others, _narrow_storages(buffers), _narrow_storages(left))
         self._choices = Choices()
         self._divided = DividedGradients(self._parameters)
         self._numbers = RoundedNumbers(self._kept.is_old)
@@ -716,6 +718,11 @@ class SecondComputation:
     def _forget(self, results: list[torch.Tensor]) -> None:
         """Take results as exact."""
         self._twins.forget(each for each in results if _is_plain(each) or _is_decision(each))
+
+
+def _narrow_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
+    """Return the names of the 16-bit tensors by storage."""
+    return {storage_key(each): name for name, each in tensors if _is_plain(each) and each.dtype in _NARROW}
 
 
 def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:
