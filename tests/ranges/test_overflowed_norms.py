@@ -169,3 +169,10 @@ def test_at_most_three_modules_are_listed():
     (finding,) = norm_findings(inspector.report())
     assert finding.evidence["modules"] == ["1", "2", "3"]
     assert finding.message.endswith("The same was found in '2' and in '3'.")
+
+
+def test_a_single_divisor_is_to_be_added_up_in_fp32():
+    (finding,) = norm_findings(train(lambda x: x / (x * x).sum()))
+    assert "total = terms.float().sum()" in finding.code
+    (finding,) = norm_findings(train(NORMS["rsqrt"]))
+    assert "rsqrt" in finding.code

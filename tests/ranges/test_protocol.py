@@ -489,3 +489,36 @@ def test_a_step_that_the_loop_takes_on_overflowed_gradients_in_place_of_the_scal
 )
 def test_guarded_steps_are_no_fault(take_step):
     assert "scaler-step-missing" not in unguarded(take_step)
+
+
+def clipped_together(unscaled, steps=4):
+    """Clip two parts of a model, each with its own optimizer, after the optimizers with these numbers were unscaled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (model[0], model[2])]
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    with Inspector(model, optimizers=optimizers) as inspector:
+        for _ in range(steps):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                output = model(torch.randn(16, 8))
+            scaler.scale(output.float().square().mean()).backward()
+            for number in unscaled:
+                scaler.unscale_(optimizers[number])
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+@pytest.mark.parametrize(("unscaled", "scaled"), [((0,), ["2.weight", "2.bias"]), ((1,), ["0.weight", "0.bias"])])
+def test_gradients_that_are_clipped_together_with_unscaled_ones_are_named(unscaled, scaled):
+    found = clipped_together(unscaled)["unscale-missing"]
+    assert found.evidence["names"] == scaled
+    assert 0 < found.evidence["factor"] < 0.01
+    assert "optimizer, other_optimizer" in found.code
+
+
+def test_gradients_that_are_all_unscaled_may_be_clipped_together():
+    assert "unscale-missing" not in clipped_together((0, 1))

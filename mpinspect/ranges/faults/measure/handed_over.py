@@ -465,8 +465,9 @@ def _named(ratios: Mapping[str, float]) -> list[str]:
 
 
 def _change(kind: type[AnyChange], ratios: Mapping[str, float], names: Iterable[str], **figures: Any) -> AnyChange:
-    """Return the record of a change by these factors: their median, and whether all gradients share it."""
-    finite = [ratio for ratio in ratios.values() if math.isfinite(ratio)]
-    factor = statistics.median(finite or [math.nan])
+    """Return the record of a change of these gradients: their median factor, and whether all gradients share it."""
+    names, finite = tuple(names), [ratio for ratio in ratios.values() if math.isfinite(ratio)]
+    of_names = [ratios[name] for name in names if math.isfinite(ratios.get(name, math.nan))]
+    factor = statistics.median(of_names or finite or [math.nan])
     is_uniform = bool(finite) and all(abs(ratio - factor) <= _SAME * abs(factor) for ratio in finite)
-    return kind(names=tuple(names), factor=factor, is_uniform=is_uniform, of=len(ratios), **figures)
+    return kind(names=names, factor=factor, is_uniform=is_uniform, of=len(ratios), **figures)

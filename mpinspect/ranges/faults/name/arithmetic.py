@@ -132,6 +132,8 @@ class _Norm(Sentences):
         "Compute the normalisation in FP32 and cast its result back: in FP16 the square of a value of 256 or "
         "more is infinite."
     )
+    TOTAL_IN_FP32 = "Compute this single divisor, a sum, a count or a norm, in FP32."
+    WIDE_TOTAL = "total = terms.float().sum()"
     WIDE = (
         "wide = x.float()  # before it is squared\n"
         "x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)"
@@ -179,8 +181,8 @@ def _norm_overflows(case: Case) -> Iterator[Found]:
             "which": which,
             "others": " and in ".join(map(module_named, others)),
         },
-        _Norm.IN_FP32,
-        _Norm.WIDE,
+        _Norm.TOTAL_IN_FP32.when(of == 1) or _Norm.IN_FP32,
+        _Norm.WIDE_TOTAL.when(of == 1) or _Norm.WIDE,
         layer=first.name,
         step=first.step,
     )

@@ -45,6 +45,11 @@ class _Unscale(Sentences):
         "loss scale{of_scale}: the result was {factor:.2g} times as large. The limit was meant for the true gradients, smaller "
         "by that scale."
     )
+    PARTLY = (
+        "In step {step}{again} all gradients were clipped together, those of {modules} while they were still multiplied by the "
+        "loss scale{of_scale} and the others unscaled: the norm is almost that of the scaled ones, and the factor of "
+        "{factor:.2g} is far too small for the others."
+    )
     STEPPED = (
         "In step {step} the optimizer stepped with gradients that were still multiplied by the loss scale{of_scale}: "
         "scaler.scale() was called, and neither scaler.step() nor scaler.unscale_()."
@@ -55,6 +60,7 @@ class _Unscale(Sentences):
         "before that call count for nothing beside the later ones."
     )
     UNSCALE_FIRST = "Unscale before clipping or reading gradients."
+    UNSCALE_ALL = "Unscale the gradients of every optimizer before clipping them together."
     LET_SCALER_STEP = (
         "Let the scaler step the optimizer: it divides by the scale first, and skips a step that overflowed."
     )
@@ -63,6 +69,10 @@ class _Unscale(Sentences):
         "scaler.unscale_(optimizer)\n"
         "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
         "scaler.step(optimizer)"
+    )
+    CLIP_ALL = (
+        "for each in (optimizer, other_optimizer):\n    scaler.unscale_(each)\n"
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
     )
     CLIP_VALUE = (
         "scaler.unscale_(optimizer)\n"
@@ -83,11 +93,13 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
     scales = {change.scale for change in case.progress.scales}
     is_scaled = not scales <= {1.0, None}
     if changed and is_scaled and not _is_divided_by_hand(case, changed) and not _is_average(changed):
-        says, code = _Unscale.CHANGED, _Unscale.CLIP_VALUE
+        says, fix, code = _Unscale.CHANGED, _Unscale.UNSCALE_FIRST, _Unscale.CLIP_VALUE
         if changed[0].is_uniform:
             says, code = _Unscale.CLIPPED, _Unscale.CLIP_NORM
+        if any(_are_clipped_together(changed[0], others) for others in case.recorded(ChangedBeforeStep)):
+            says, fix, code = _Unscale.PARTLY, _Unscale.UNSCALE_ALL, _Unscale.CLIP_ALL
         scale = case.progress.scale_at(changed[0].step)
-        yield Found.of(case, changed, says, _Unscale.UNSCALE_FIRST, code, evidence={"loss_scale": scale})
+        yield Found.of(case, changed, says, fix, code, evidence={"loss_scale": scale})
     for stepped in case.recorded(SteppedWhileScaled):
         scale = case.progress.scale_at(stepped.step)
         says, fix, code = _Unscale.STEPPED, _Unscale.LET_SCALER_STEP, _Unscale.SCALER_STEP
@@ -104,6 +116,12 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
 def _changed(case: Case) -> list[ChangedWhileScaled]:
     """Return the measured changes of gradients before they were unscaled."""
     return [each for each in case.recorded(ChangedWhileScaled) if not math.isnan(each.factor)]
+
+
+def _are_clipped_together(scaled: ChangedWhileScaled, unscaled: ChangedBeforeStep) -> bool:
+    """Return whether other gradients were multiplied by the same factor in the same step after they had been unscaled."""
+    are_others = scaled.step == unscaled.step and not set(scaled.names) & set(unscaled.names)
+    return are_others and math.isclose(scaled.factor, unscaled.factor, rel_tol=0.01)
 
 
 class _Limit(Sentences):
