@@ -74,21 +74,6 @@ def masters() -> tuple[nn.Module, Step]:
     return mp.model, step
 
 
-def averaged() -> tuple[nn.Module, Step]:
-    model, x = network().bfloat16(), batch().bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    copies = [parameter.detach().clone() for parameter in model.parameters()]
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(x).float().square().mean().backward()
-        optimizer.step()
-        for copy, parameter in zip(copies, model.parameters(), strict=True):
-            copy.lerp_(parameter.detach(), 0.01)
-
-    return model, step
-
-
 def accumulated() -> tuple[nn.Module, Step]:
     model, x = network().bfloat16(), batch().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -143,7 +128,6 @@ TRAININGS: dict[str, tuple[Callable[[], tuple[nn.Module, Step]], dict[str, Any]]
     "all kinds": (plain, {"capture": KINDS}),
     "scaler": (scaled, {}),
     "masters": (masters, {}),
-    "averages": (averaged, {}),
     "accumulation": (accumulated, {}),
     "scaled by hand": (scaled_by_hand, {"loss_scale": 1024.0}),
     "gan": (adversarial, {}),

@@ -1,7 +1,7 @@
 """A loop with FP32 masters divides the FP16 gradients by its loss scale before it copies them: most become zero."""
 
 # Thread: https://github.com/NVIDIA/apex/issues/507
-# Finding: divided-in-float16, from step 2
+# Finding: divided-in-float16, from step 1
 import torch
 from torch import nn
 

@@ -1,7 +1,7 @@
 """The weights' moving average is kept in BF16: with a decay of 0.9999 every step of it rounds away."""
 
 # Thread: https://github.com/d8ahazard/sd_dreambooth_extension/issues/1417
-# Finding: average-lost
+# Finding: buffer-stops-changing, from step 1
 import copy
 
 import torch

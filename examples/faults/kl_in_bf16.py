@@ -1,7 +1,7 @@
 """A KL divergence of two nearly equal distributions, computed in BF16: its result is rounding error."""
 
 # Thread: https://github.com/vllm-project/speculators/issues/788
-# Finding: loss-in-16-bits, from step 0
+# Finding: result-is-rounding-error, from step 1
 import torch
 from torch import nn
 

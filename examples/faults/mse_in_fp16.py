@@ -1,7 +1,7 @@
 """The squared error is taken in FP16: a difference of 256 or more overflows."""
 
 # Thread: https://github.com/Modalities/modalities/issues/464
-# Finding: loss-in-16-bits, from step 0
+# Finding: overflow-in-operator, from step 1
 import torch
 from torch import nn
 

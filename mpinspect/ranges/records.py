@@ -6,7 +6,6 @@ observer makes a record, and a rule reads the same class. A figure whose value i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
@@ -188,8 +187,15 @@ class ChangedWhileScaled(Change, kind="changed-while-scaled"):
     """Gradients that changed between the backward and the scaler's division."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class SteppedWhileScaled(Change, kind="stepped-while-scaled"):
-    """Gradients that an optimizer applied before a scaler divided them."""
+    """Gradients that an optimizer applied before a scaler divided them.
+
+    Args:
+        divided_early: whether the scaler had divided the earlier micro-batches' sum, before the last backward.
+    """
+
+    divided_early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,9 +355,13 @@ class MastersStale(Record, kind="masters-stale"):
 
 @dataclass(frozen=True, kw_only=True)
 class MastersOverwritten(Record, kind="masters-overwritten"):
-    """Masters that were overwritten by their weights between two steps. ``changed``: the share of changed elements, 0..1."""
+    """Masters that were overwritten by their weights between two steps, or FP32 weights by a 16-bit copy (``text``: its dtype).
 
-    changed: float
+    Args:
+        changed: the share of changed elements, 0..1; None for weights that a copy overwrote.
+    """
+
+    changed: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,18 +394,14 @@ class MastersAddedUp(Record, kind="masters-added-up"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Average(Record, kind="average"):
-    """Copies of the weights. ``names``: the weights.
+class FlushedState(Record, kind="flushed-state"):
+    """An optimizer's FP16 state without negative elements. ``text``: its name; ``names``: the parameters.
 
     Args:
-        unmoved_fraction: the share of the elements that differ from the weights and never moved, 0..1.
-        writes: how often the copies were written.
-        tensors: the number of copies.
+        flushed: the share of its elements that are zero, of those with a gradient other than zero, 0..1.
     """
 
-    unmoved_fraction: float
-    writes: float | None = None
-    tensors: float
+    flushed: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,26 +440,6 @@ class Statistics(Record, kind="statistics"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeLoss(Record, kind="loss"):
-    """A loss computed in 16 bits. ``names``: autograd's operators.
-
-    Args:
-        value: the loss.
-        is_known: whether its value was read.
-        is_wide_on_cuda: whether CUDA's autocast would compute it in FP32.
-    """
-
-    value: float
-    is_known: bool
-    is_wide_on_cuda: bool | None = None
-
-    @property
-    def overflowed(self) -> bool:
-        """Whether its value was read and is not finite."""
-        return self.is_known and not math.isfinite(self.value)
-
-
-@dataclass(frozen=True, kw_only=True)
 class BrokenLoss(Record, kind="broken-loss"):
     """A loss that was not finite. ``names``: autograd's operators. ``in_half``: whether one of them computed in FP16."""
 
@@ -461,34 +447,19 @@ class BrokenLoss(Record, kind="broken-loss"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossTerm(Record, kind="loss-term"):
-    """A term of a loss, computed in 16 bits. ``names``: autograd's operators.
-
-    Args:
-        cancels: whether its own terms may cancel.
-        is_wide_on_cuda: whether CUDA's autocast would compute it in FP32.
-    """
-
-    cancels: bool
-    is_wide_on_cuda: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class OverflowedNorm(Record, kind="overflowed-norm"):
-    """A square root of a sum that overflowed in FP16.
+    """Infinite divisors, or arguments of an inverse root, that are finite in FP32. ``text``: the dtype and the operator.
+
+    The operator, line and phase are in ``names`` as well, except in sessions of earlier versions.
 
     Args:
-        elements, of: the number of infinite elements of the root's argument, and of all.
-        is_by_row: whether each element is the sum of a row.
+        elements, of: the number of infinite elements, and of all.
+        is_by_row: whether each element is of a row.
     """
 
     elements: float
     of: float
     is_by_row: bool
-
-    @property
-    def operator(self) -> str:
-        return self.text.rpartition(" ")[2]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .panel .finding summary{cursor:pointer}.mpinspect .panel .finding .place{color:var(--soft);margin-left:.5em}
 .mpinspect .panel .finding .id{margin-left:.4em}
 .mpinspect a{color:var(--info)}
-.mpinspect .screen:not(:has(.explorer,.tab)){display:block}
+.mpinspect .screen:not(:has(.explorer,.tab)){display:block}.mpinspect .screen:not(:has(.explorer,.tab)) .panel{border:0}
 .mpinspect.front>.terms{padding:0 clamp(.8em,3vw,2.5em) 1em}
 .mpinspect .below{padding:1.2em clamp(.8em,3vw,2.5em) 0}
 .mpinspect .below>:first-child{margin-top:0}
@@ -51,6 +51,7 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .bar h1{flex:0 1 auto;min-width:3em}.mpinspect .bar .facts{flex:0 999 auto}
 .mpinspect .screen:has(.explorer,.tab){height:calc(100vh - 42px);min-height:34em}
 .mpinspect .screen:has(.explorer,.tab)>*{min-height:0;height:100%;box-sizing:border-box}}
+@media (scripting:none){.mpinspect .screen:has(.explorer,.tab){height:auto;min-height:0}}
 /* One column: the verdict with its change, the picture, then the rest of the panel. */
 @media screen and (max-width:1000px){.mpinspect .screen{display:flex;flex-direction:column}.mpinspect .panel{display:contents}
 .mpinspect .panel>*{margin-inline:1em!important}.mpinspect .panel>:is(.dim,h2,ul,section,details){order:2}
@@ -59,7 +60,7 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .picture,.mpinspect .tab{order:1;padding:.4em 1em 0;min-height:0}}
 @media print{.mpinspect .tabs{display:none}
 .mpinspect .screen{display:block;height:auto!important}.mpinspect .panel{border:0;overflow:visible}
-.mpinspect .screen>*{height:auto!important}
+.mpinspect .screen>*{height:auto!important}.mpinspect .tab{overflow:visible}
 .mpinspect .panel details::details-content{content-visibility:visible;height:auto}}
 """
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain, compress, islice, tee
+from itertools import chain, compress, islice
 from typing import Any
 
 
@@ -25,7 +25,7 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def living(kinds: Iterable[type], *having: tuple[Callable[[Any], Any], Container[Any]]) -> list[Any]:
+def living(kinds: Iterable[type]) -> list[Any]:
     """Return the objects of exactly these types that the garbage collector tracks, in no particular order.
 
     Reads only types, since reading an attribute of a lazy proxy would trigger it. Takes some 0.2 s for a million objects.
@@ -33,16 +33,12 @@ def living(kinds: Iterable[type], *having: tuple[Callable[[Any], Any], Container
     Holds the GIL while the list of all objects exists: ``tuple(generator)`` in another thread would raise SystemError while
     the list refers to the tuple that it fills (CPython before 3.14). The list is made, searched and freed within one call
     of a C function, so neither another thread nor a finalizer runs meanwhile.
-
-    Args:
-        having: pairs of a function and a container; an object is returned only if each container has its function's result
-            for it. Both must be C code that holds the GIL, such as an ``operator.attrgetter`` and a set.
     """
     held: deque[list[object]] = deque()
     with without_collection():
         try:
             # Store no reference to the iterator, which holds some of the objects until it is freed.
-            return list(_of_types(frozenset(map(id, kinds)), having, held))
+            return list(_of_types(frozenset(map(id, kinds)), held))
         finally:
             # ``held`` is empty unless a function has failed. Its list then contains the iterators that refer to it: a cycle.
             for objects in held:
@@ -54,20 +50,13 @@ def with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(with_subclasses, kind.__subclasses__()))
 
 
-def _of_types(
-    wanted: frozenset[int],
-    having: Iterable[tuple[Callable[[Any], Any], Container[Any]]],
-    held: deque[list[object]],
-) -> Iterator[object]:
+def _of_types(wanted: frozenset[int], held: deque[list[object]]) -> Iterator[object]:
     """Iterate over the tracked objects whose types have these ids, without running Python code; free the list at the end.
 
     The list contains these iterators, so it is freed only if each of them is exhausted: hence the final None.
     """
     these, those = (chain.from_iterable(map(held.__getitem__, (0,))) for _ in range(2))
     found: Iterator[object] = compress(chain(these, (None,)), map(wanted.__contains__, map(id, map(type, those))))
-    for function, values in having:
-        each, same = tee(found)
-        found = compress(each, map(values.__contains__, map(function, same)))
     # Called once, at the first item: the list of all objects at that time.
     taken = map(held.append, islice(iter(gc.get_objects, None), 1))
     return chain(filter(None, taken), found, filter(None, map(held.__delitem__, (0,))))

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpinspect.runtime.briefly import brief
 from mpinspect.runtime.device import is_capturing
@@ -115,22 +114,6 @@ class Unread(Generic[Key]):
         return new
 
 
-class OwnMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode of ours that entrances begin and end: it is on the stack from the end of one until another ends it."""
-
-    supports_higher_order_operators = True
-    is_over = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run as compiled."""
-        return True
-
-    def begin(self) -> None:
-        """Put the mode on this thread's stack; to be called within an entrance."""
-        torch._C._push_on_torch_dispatch_stack(self)
-
-
 #: Return the number of this thread's active modes, of either kind.
 _dispatch_modes: Any = torch._C._len_torch_dispatch_stack
 _function_modes: Any = torch._C._len_torch_function_stack
@@ -168,8 +151,7 @@ def _put_modes_back(taken: _Taken) -> None:
     _hidden.any = _hidden.any and not taken
     while taken:
         push, mode = taken.pop()
-        if not (isinstance(mode, OwnMode) and mode.is_over):
-            push(mode)
+        push(mode)
 
 
 def hides_modes() -> bool:
@@ -247,7 +229,7 @@ def entrance(method: Method) -> Method:
             return None
         finally:
             if taken:
-                self.met_modes |= any(not isinstance(mode, OwnMode) for _, mode in taken)
+                self.met_modes = True
                 _put_modes_back(taken)
             if meter is not None:
                 meter.end()

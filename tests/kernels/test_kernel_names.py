@@ -293,6 +293,11 @@ def test_a_name_is_a_string(name):
         ("sm80_xmma_gemm_f16f16_f16f32_f32_nn_n_tilesize96x64x32", ("float16",)),
         ("nvjet_qqtst_112x128_128x7_2x1_v_bz", ("float8_e4m3fn",)),
         ("nvjet_sm90_hss_320x128", ("float16",)),
+        # The dtype of a block's scale is none of an operand's.
+        ("nvjet_sm100_ootst_128x128_256x7_4x1_2cta_v_bx_Avec16UE4M3_Bvec16UE4M3_TNT", ("float4_e2m1fn_x2",)),
+        ("cutlass3x_sm100_bstensorop_s256x256x64gemm_block_scaled_ue4m3xf4_ue4m3xf4_f32_f16", ("float4_e2m1fn_x2",)),
+        ("cutlass3x_sm120_bstensorop_s16864gemm_block_scaled_ue4m3xe2m1_ue4m3xe2m1_f32", ("float4_e2m1fn_x2",)),
+        ("cutlass3x_sm120_bstensorop_s16832gemm_block_scaled_ue8m0xe4m3_ue8m0xe4m3_f32", ("float8_e4m3fn",)),
         ("ampere_sgemm_128x64_tn", ("float32",)),
         ("volta_gcgemm_32x32_nt", ("complex64",)),
         ("volta_dgemm_128x64_nn", ("float64",)),

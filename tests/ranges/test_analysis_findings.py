@@ -240,15 +240,15 @@ def test_layers_without_a_common_scale_are_info_for_a_run_in_fp32():
 
 def test_a_measurement_without_its_figures_loses_only_its_diagnosis():
     measurements = (
-        Measurement("loss", "", 0, {}, (), "float16"),
-        Measurement("average", "fc.weight", 0, {}, ("fc.weight",), "bfloat16"),
+        Measurement("ties", "", 0, {}, (), "float16"),
+        Measurement("accumulation", "fc.weight", 0, {}, (), "bfloat16"),
         Measurement("stale", "fc.weight", 3, {}, ("fc.weight",)),
     )
     report = analyse(session_of({activation("fc"): spread({-40: 1000})}, measurements=measurements))
     assert set(ids(report)) == {"diagnosis-failed", "gradients-stale", "gradients-flushed"}
     failed = [finding.message for finding in report.findings if finding.id == "diagnosis-failed"]
     assert len(failed) == 2
-    assert "'loss-in-16-bits' is not known: its record can't be read (KeyError('value'))" in " ".join(failed)
+    assert "'router-ties' is not known: its record can't be read (KeyError('fraction'))" in " ".join(failed)
 
 
 def test_an_unknown_loss_scale_is_the_only_finding():

@@ -238,7 +238,7 @@ def test_a_nan_in_the_loss_is_attributed_to_the_loss() -> None:
     inspector = _trained(broken_at=4)
     event = inspector.session().events[0]
     assert (event.module, event.after, event.place) == ("", False, "the loss")
-    assert first_line(event) == "step 4, forward, the loss, first NaN, scale 1"
+    assert first_line(event) == "step 4, forward, the loss, first NaN"
     finding = next(each for each in _unexplained(inspector) if "forward" in each.message)
     assert "the loss held a NaN (every output seen was finite and the loss was not" in finding.message
     assert "Look at the loss function, and at the targets of step 4" in finding.fix
@@ -413,7 +413,7 @@ def test_a_non_finite_gradient_of_the_loss_is_placed_after_the_last_module() -> 
     inspector = _trained(broken_at=4, broken=_of_infinite_slope)
     event = inspector.session().events[0]
     assert (event.module, event.after, event.place) == ("2", True, "after '2'")
-    assert first_line(event) == "step 4, backward, after '2', first NaN, scale 1, outputs finite"
+    assert first_line(event) == "step 4, backward, after '2', first NaN, outputs finite"
     finding = next(each for each in _unexplained(inspector) if "backward" in each.message)
     assert "the gradient that arrived at the output of '2' held a NaN already" in finding.message
     assert "the code after '2', first at the loss" in finding.fix

@@ -393,7 +393,7 @@ def test_the_curves_and_what_happened(browser: Any, tmp_path: Path) -> None:
     page.click("text=show the curve")
     words = page.text_content(".explorer figure.losses figcaption")
     assert f"safe window {power(low)} .. {power(high)}" in words
-    assert "(the run's, as last sampled: 16384 (2¹⁴))" in page.text_content(".explorer .said")
+    assert "16384 (2¹⁴) (the run's, as last sampled)" in page.text_content(".explorer .said")
     assert page.locator(".explorer svg .window").count() == 1
     page.select_option(".explorer select >> nth=1", "float8_e4m3")
     assert "no safe window is known for" in page.text_content(".explorer figure.losses figcaption")

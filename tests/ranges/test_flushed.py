@@ -22,17 +22,19 @@ def divided(divide, *, inspected=True, size=1e-7):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).half()
     copies = [weight.detach().float() for weight in model.parameters()]
-    inspector = Inspector(model)
+    optimizer = torch.optim.SGD(copies, lr=0.1 / size)
+    inspector = Inspector(model, optimizers=optimizer, second=True)
     if inspected:
         inspector.attach()
     for _ in range(6):
         loss = model(torch.randn(16, 8).half()).float().square().mean() * size
         (loss * SCALE).backward()
+        for weight, copy in zip(model.parameters(), copies, strict=True):
+            copy.grad, weight.grad = divide(weight.grad), None
+        optimizer.step()
         with torch.no_grad():
             for weight, copy in zip(model.parameters(), copies, strict=True):
-                copy.sub_(divide(weight.grad), alpha=0.1 / size)
                 weight.copy_(copy)
-                weight.grad = None
     if inspected:
         inspector.detach()
     assert not torch._C._len_torch_dispatch_stack()
@@ -52,7 +54,7 @@ def test_gradients_divided_in_float16_are_reported(how):
     inspector, _ = divided(DIVIDED_IN_HALF[how])
     found = by_id(inspector)
     lost = found["divided-in-float16"]
-    assert (lost.severity, lost.step, lost.evidence["factor"]) == ("error", 0, 1 / SCALE)
+    assert (lost.severity, lost.step, lost.evidence["factor"]) == ("error", 1, 1 / SCALE)
     assert lost.evidence["lost"] > 0.5
     assert lost.evidence["line"].startswith("test_flushed.py:")
     assert {each.id for each in found.values() if each.severity != "info"} == {"divided-in-float16"}
@@ -165,3 +167,53 @@ def test_a_penalty_before_the_scalers_first_use_leaves_the_scale_known():
     session = inspector.session()
     assert session.progress.scale_known
     assert not [finding for finding in analyse(session).findings if finding.severity != "info"]
+
+
+# -- an optimizer's states ----------------------------------------------------------------------------------------------
+
+
+class SmallAdam(torch.optim.Optimizer):
+    """Adam in FP32 whose two averages are stored in a dtype of their own."""
+
+    def __init__(self, parameters, dtype, eps=1e-8):
+        super().__init__(parameters, {"lr": 1e-3, "eps": eps})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                first, second = (state.setdefault(name, torch.zeros_like(weight, dtype=self.dtype)) for name in "mv")
+                first.copy_(0.9 * first.float() + 0.1 * weight.grad)
+                second.copy_(0.999 * second.float() + 0.001 * weight.grad.square())
+                weight.sub_(group["lr"] * first.float() / (second.float().sqrt() + group["eps"]))
+
+
+def of_small_adam(dtype, *, size=0.01, eps=1e-8):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = SmallAdam(model.parameters(), dtype, eps)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(6):
+            optimizer.zero_grad()
+            (model(torch.randn(16, 8)).square().mean() * size).backward()
+            optimizer.step()
+    return by_id(inspector)
+
+
+def test_squares_that_an_optimizers_float16_state_flushes_are_reported():
+    found = of_small_adam(torch.float16)
+    flushed = found["moments-flushed"]
+    assert (flushed.severity, flushed.step, "state 'v'" in flushed.message) == ("error", 0, True)
+    assert flushed.evidence["flushed"] > 0.5
+    assert "weights-exploded" not in {each.id for each in found.values() if each.severity != "info"}
+
+
+def test_flushed_squares_are_a_warning_while_the_weights_stay():
+    assert of_small_adam(torch.float16, eps=1.0)["moments-flushed"].severity == "warning"
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 0.01), (torch.bfloat16, 0.01), (torch.float16, 1e4)])
+def test_states_that_hold_their_squares_are_no_fault(dtype, size):
+    assert "moments-flushed" not in of_small_adam(dtype, size=size)

@@ -26,7 +26,7 @@ from mpinspect.reporting.forms import document, render
 from mpinspect.run.diff import DiffReport, diff
 from mpinspect.run.diff.report import ModelDiff, Side
 from mpinspect.run.report import ModelPart, RunReport, by_module
-from mpinspect.run.report.module_notes import _cells, _to_do
+from mpinspect.run.report.module_notes import _cells, _to_do, module_notes
 from mpinspect.runtime import gpus
 from mpinspect.shapes.analysis import analyse_shapes
 
@@ -175,6 +175,22 @@ def test_only_a_verdict_on_shapes_that_asks_for_a_change_has_a_colour():
         assert (rows["hidden"][0].text, rows["hidden"][0].tone) == ("degraded", tone)
 
 
+def test_a_run_without_a_model_says_on_its_first_screen_why():
+    saw = ("torch was never imported: there was nothing to inspect", "the other sentence")
+    page = render(RunReport("a.py", "ended", saw=saw), ".html")
+    assert "Torch was never imported: there was nothing to inspect The other sentence" in " ".join(
+        part(page, "section", "panel").split()
+    )
+    assert page.count("the other sentence") == 0
+
+
+def test_shapes_stand_beside_the_layers_only_if_one_is_to_change():
+    parts = (ModelPart("Net", analyse(broken(module="hidden", tensor="hidden"))),)
+    for is_detail, column in ((False, ("shapes",)), (True, ())):
+        notes = module_notes(replace(with_speed(*parts), is_shape_detail=is_detail))["Net"]
+        assert tuple(name for name, _ in notes.columns if name == "shapes") == column
+
+
 # -- in a browser ---------------------------------------------------------------------------------------------------
 
 
@@ -315,7 +331,7 @@ def test_without_scripts_the_verdict_the_findings_and_the_tables_are_shown(brows
     page.click(".panel .finding summary >> nth=0")
     assert page.is_visible(".panel .finding[open] p >> nth=0")
     assert page.is_visible("table")
-    assert page.locator("table").first.bounding_box()["y"] < 2 * SCREEN["height"]
+    assert page.locator("table").first.bounding_box()["y"] < SCREEN["height"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -532,16 +548,9 @@ def test_a_culprit_that_was_not_counted_has_the_only_coloured_row(browser: Any, 
     names = [row.locator("th").text_content() for row in rows.all()]
     assert names == ["embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1", "blocks.1.fc1", "blocks.1.fc2", "head"]
     (culprit,) = page.locator(".explorer tr.marked").all()
-    assert culprit.text_content() == "blocks.1first NaN: step 5, forward; shown: the activation gradients of its parts"
-    # Its strip has the values of its parts.
-    strips = [row.locator("canvas") for row in rows.all()[3:6]]
-    filled = """canvas => {
-      const { data } = canvas.getContext("2d").getImageData(0, canvas.height / 2, canvas.width, 1);
-      return Array.from({ length: canvas.width }, (_, x) => data[4 * x + 3] > 200);
-    }"""
-    whole, *parts = (strip.evaluate(filled) for strip in strips)
-    assert any(whole)
-    assert all(each for each, *several in zip(whole, *parts, strict=True) if any(several))
+    assert culprit.text_content() == "blocks.1first NaN: step 5, forward"
+    # No values stand in for those that were not counted.
+    assert culprit.locator("canvas").count() == 0
     assert [row.get_attribute("data-name") for row in page.locator(".explorer tr.near").all()] == names[4:6]
     # Keys pass over it, and after the event its consequences have no colour.
     page.focus(".explorer .rows")
@@ -551,6 +560,66 @@ def test_a_culprit_that_was_not_counted_has_the_only_coloured_row(browser: Any, 
     page.click("text=show the whole run")
     assert page.locator(".explorer td.error").count() == 0
     assert page.locator(".explorer td.dim:text('NaN')").count() == 6
+    assert page.troubles == []
+
+
+def found_in(layer: str, step: int | None = 3, id: str = "clip-before-unscale") -> RunReport:
+    """A run whose only finding, an error, is of this layer ("": of none)."""
+    from mpinspect.reporting.finding import Finding
+
+    ranges = analysing.analyse(replace(broken(nan_from=99), events=()))
+    finding = Finding(id, "error", layer, "It is.", {}, step=step)
+    ranges = replace(ranges, findings=(finding,), verdict=replace(ranges.verdict, healthy=False))
+    return RunReport("a.py", "ended", (ModelPart("N", ranges),))
+
+
+def test_a_marked_row_says_why_where_its_own_figures_do_not(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = opened(browser, found_in("blocks.0.fc2").save(tmp_path / "a.html"), viewport=SCREEN)
+    (row,) = page.locator(".explorer tr.marked").all()
+    assert row.locator("td:visible").all_text_contents() == ["", "clip-before-unscale, from step 3 on"]
+    assert page.locator(".explorer tr:not(.marked) td.words").count() == 0
+    # Figures that show the fault stay.
+    page.select_option(".explorer select >> nth=1", "float8_e4m3")
+    assert "%" in row.locator("td:visible").nth(1).text_content()
+    assert page.troubles == []
+
+
+def test_of_a_fault_in_no_layer_the_steps_are_the_picture(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = opened(browser, found_in("").save(tmp_path / "a.html"), viewport=SCREEN)
+    in_layer = opened(browser, found_in("blocks.0.fc2").save(tmp_path / "b.html"), viewport=SCREEN)
+    strips = [each.locator(".explorer figure.steps svg").first.bounding_box() for each in (page, in_layer)]
+    assert strips[0]["height"] > 2 * strips[1]["height"]
+    for each in (page, in_layer):
+        # Steps 3 to 9 of 0 to 9.
+        shaded = each.locator(".explorer rect.since").bounding_box()
+        axis = each.locator(".explorer figure.steps path.axis").bounding_box()
+        assert shaded["width"] / axis["width"] == pytest.approx(6 / 9, abs=0.01)
+        assert each.text_content(".explorer text.since") == "clip-before-unscale, from step 3 on"
+    faded = "canvas => Number(getComputedStyle(canvas).opacity)"
+    assert page.locator(".explorer tbody canvas").first.evaluate(faded) < 1
+    assert in_layer.locator(".explorer tbody canvas").first.evaluate(faded) == 1
+    assert covered(page) >= 0.6
+    assert page.locator(".explorer tr.culprit").text_content() == "no single layerclip-before-unscale, from step 3 on"
+    assert page.troubles == in_layer.troubles == []
+
+
+def test_without_a_loss_scale_the_steps_show_the_largest_magnitude(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    scaled = replace(broken(nan_from=99), events=())
+    bare = replace(scaled, progress=replace(scaled.progress, scales=()))
+    for session, curve, other in ((scaled, "scales", "largest"), (bare, "largest", "scales")):
+        page = opened(browser, of_run(session).save(tmp_path / "a.html"), viewport=SCREEN)
+        assert page.get_attribute(f".explorer figure.steps .curve.{curve}", "d")
+        assert not page.get_attribute(f".explorer figure.steps .curve.{other}", "d")
+        assert page.locator(".explorer rect.since").count() == 0
+
+
+def test_a_phone_shows_the_figure_that_tells(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=PHONE)
+    heads = page.locator(".explorer thead th:visible")
+    assert heads.all_text_contents()[2] == "flushed"
+    page.click("text=show the whole run")
+    assert heads.all_text_contents()[2] == "inf, NaN"
+    assert "NaN" in page.locator(".explorer tr.marked td:visible").nth(1).text_content()
     assert page.troubles == []
 
 
@@ -603,7 +672,9 @@ def test_the_headline_says_where_and_when_it_began():
     assert began(report) == ""
     assert began(replace(report, findings=(finding,))) == "In 'blocks.0.fc2', from step 1,200 on"
     assert began(replace(report, findings=(replace(finding, layer=""),))) == "From step 1,200 on, in no single layer"
-    assert began(replace(report, findings=(replace(finding, step=None),))) == "In 'blocks.0.fc2', in no single step"
+    assert began(replace(report, findings=(replace(finding, step=None),))) == "In 'blocks.0.fc2', throughout the run"
+    nowhere = replace(finding, layer="", step=None)
+    assert began(replace(report, findings=(nowhere,))) == "Throughout the run, in no single layer"
     at_line = replace(finding, layer="", evidence={"line": "train.py:9"})
     assert began(replace(report, findings=(at_line,))) == "In train.py:9, from step 1,200 on"
     in_both = replace(finding, evidence={"line": "train.py:9"})
@@ -632,7 +703,8 @@ def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():
     assert f"Settings that differ: {', '.join(settings)}." in named
     alike = diff(broken(), broken())
     assert "Both in trouble" in part(render(alike, ".html"), "header", "bar")
-    assert "Both are in trouble, in the same way: step 5, " in part(render(alike, ".html"), "section", "panel")
+    panel = " ".join(part(render(alike, ".html"), "section", "panel").split())
+    assert "Both are in trouble, in the same way: step 5, " in panel
     assert "Change in" not in render(diff(healthy, healthy), ".html")
 
 
@@ -643,7 +715,8 @@ def test_the_culprit_of_the_one_broken_run_is_marked_in_a_comparison(browser: An
         page.goto(f"file://{diff(*runs).save(tmp_path / 'a.html')}")
         page.wait_for_selector(".compared tbody tr.near")
         assert page.locator(".compared tr.near th button").first.get_attribute("title") == "blocks.1.fc1"
-        assert f"▷: of blocks.1.fc1, the culprit in {name}." in page.text_content(".explorer .said")
+        (culprit,) = page.locator(".compared tr.culprit").all()
+        assert culprit.text_content() == f"blocks.1.fc1{name}: first NaN: step 5, forward"
 
 
 def test_severities_differ_in_shape_and_luminance_not_in_hue_alone(browser: Any, tmp_path: Path) -> None:  # noqa: F811

@@ -37,6 +37,11 @@ class Kept:
         for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
             mine.lerp_(its.to(mine.dtype), 0.002)
 
+    @torch.no_grad()
+    def by_foreach(self, loss):
+        weights = [each.to(self.dtype) for each in self.model.parameters()]
+        torch._foreach_lerp_(list(self.average.parameters()), weights, 0.002)
+
     def fast(self, loss):
         self.multiplied(loss, decay=0.5)
 
@@ -88,7 +93,7 @@ def findings(after, dtype=BF16, steps=160, second=(1, 100)):
     return {finding.id: finding for finding in inspector.report().findings}
 
 
-@pytest.mark.parametrize("after", ["multiplied", "interpolated"])
+@pytest.mark.parametrize("after", ["multiplied", "interpolated", "by_foreach"])
 def test_an_average_that_its_updates_do_not_change_is_named_with_its_line(after):
     # In a run of 20 steps only the step that is computed twice shows it.
     finding = findings(after, steps=7)["buffer-stops-changing"]

@@ -181,13 +181,6 @@ def test_gradients_of_a_loss_that_trains_two_models_count_for_both() -> None:
     assert [(event.step, event.story, event.aside) for event in inspector.session().events] == [(1, "skipped", False)]
 
 
-def test_a_loss_that_does_not_reach_a_model_causes_no_finding_for_it() -> None:
-    """Each term of the critic's loss is rounded to FP16; the generator's loss is FP32."""
-    critic, generator = _gan([1.0] * 8, [1.0] * 8)
-    assert "loss-in-16-bits" in {finding.id for finding in analyse(critic).findings}
-    assert "loss-in-16-bits" not in {finding.id for finding in analyse(generator).findings}
-
-
 @pytest.mark.parametrize("scaled", [False, True])
 def test_an_infinite_loss_that_does_not_reach_a_model_is_no_event_for_it(scaled: bool) -> None:
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)

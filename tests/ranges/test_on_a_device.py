@@ -24,7 +24,6 @@ TRAININGS = (
     "all kinds",
     "scaler",
     "masters",
-    "averages",
     "accumulation",
     "scaled by hand",
     "gan",

@@ -12,7 +12,20 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges import analyse as analysing
 from mpinspect.ranges.report.explorer import data
 from mpinspect.ranges.report.opening import blocks_of
-from mpinspect.ranges.session import Event, Precision, Progress, ScaleChange, Session, TensorInfo, TensorKey, coarsen
+from mpinspect.ranges.session import (
+    AFTER_FORWARD,
+    ENDED_BY,
+    IN_FORWARD,
+    Event,
+    Measurement,
+    Precision,
+    Progress,
+    ScaleChange,
+    Session,
+    TensorInfo,
+    TensorKey,
+    coarsen,
+)
 
 NAMES = ("embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2", "head")
 GRADIENT = "activation_gradient"
@@ -53,7 +66,7 @@ def test_a_broken_run_opens_at_the_last_healthy_step_before_the_event_and_at_tha
     for step, scale in ((3, 12), (5, 11)):
         shown = opened(broken(step))
         assert (shown["format"], shown["block"], shown["scale"]) == ("float16", step - 1, scale)
-        assert f"the first NaN of the run (step {step}, forward)" in shown["words"]
+        assert (shown["said"], shown["step"]) == (f"first NaN: step {step}, forward", step)
         assert f"step {step - 1}, the last healthy sample before step {step}." in shown["words"]
 
 
@@ -64,68 +77,44 @@ def test_steps_whose_culprit_was_already_not_finite_are_not_healthy():
 def test_without_a_healthy_step_before_it_the_whole_run_is_shown():
     shown = opened(broken(0))
     assert shown["block"] == -1
-    assert shown["words"].endswith("No healthy step was counted before step 0, so the map shows the whole run.")
+    assert shown["words"].endswith("There is no step before step 0, so the map shows the whole run.")
+    later = opened(broken(4, nan_from=0))
+    assert later["words"].endswith("No healthy step was counted before step 4, so the map shows the whole run.")
 
 
 def test_a_culprit_of_a_kind_that_was_not_counted_shows_the_nearest_kind_and_says_so():
     shown = opened(broken())
     assert (shown["kind"], shown["marked"]) == (GRADIENT, ["blocks.1.fc1"])
-    assert "Its activations were not counted; shown are its activation gradients." in shown["words"]
+    assert "The activations of 'blocks.1.fc1' were not counted; shown are its activation gradients." in shown["words"]
     counted = opened(broken(kind="activation"))
     assert (counted["kind"], counted["marked"]) == ("activation", ["blocks.1.fc1"])
     assert "not counted" not in counted["words"]
 
 
 @pytest.mark.parametrize(
-    ("fields", "near", "row", "words"),
+    ("fields", "near", "name", "after"),
     [
-        (
-            {"module": "blocks.1", "tensor": "blocks.1"},
-            ["blocks.1.fc1", "blocks.1.fc2"],
-            ("blocks.1", "shown: the activation gradients of its parts", False),
-            "Marked: 'blocks.1',",
-        ),
-        (
-            {"module": "", "what": "loss", "tensor": ""},
-            ["head"],
-            ("the loss", "shown: the activation gradients of 'head'", True),
-            "Marked: the loss, the first NaN of the run (step 5, forward). The nearest row is 'head'.",
-        ),
-        (
-            {"module": "", "tensor": "", "given": True},
-            ["embed"],
-            ("the model's input", "shown: the activation gradients of 'embed'", False),
-            "The nearest row is 'embed'",
-        ),
-        (
-            {"module": "", "tensor": ""},
-            [],
-            ("the model itself", "shown: all tensors of the map", False),
-            "Marked: the model itself",
-        ),
-        (
-            {"module": "dropout", "tensor": "dropout"},
-            ["head"],
-            ("dropout", "shown: the activation gradients of 'head'", False),
-            "The nearest row is 'head'.",
-        ),
+        ({"module": "blocks.1", "tensor": "blocks.1"}, ["blocks.1.fc1", "blocks.1.fc2"], "blocks.1", False),
+        ({"module": "", "what": "loss", "tensor": ""}, ["head"], "the loss", True),
+        ({"module": "", "tensor": "", "given": True}, ["embed"], "the model's input", False),
+        ({"module": "", "tensor": ""}, [], "the model itself", False),
+        ({"module": "dropout", "tensor": "dropout"}, ["head"], "dropout", False),
         (
             {"module": "blocks.1.fc2", "tensor": "blocks.1.fc2", "after": True},
             ["blocks.1.fc2"],
-            ("after 'blocks.1.fc2'", "shown: the activation gradients of 'blocks.1.fc2'", True),
-            "Marked: after 'blocks.1.fc2',",
+            "after 'blocks.1.fc2'",
+            True,
         ),
     ],
 )
 def test_a_culprit_without_a_tensor_of_its_own_has_a_row_and_marks_no_other(
-    fields: dict[str, Any], near: list[str], row: tuple[str, str, bool], words: str
+    fields: dict[str, Any], near: list[str], name: str, after: bool
 ):
     shown = opened(broken(**fields))
     assert shown["marked"] == []
     assert shown["near"] == near
-    assert shown["row"] == [row[0], "first NaN: step 5, forward", row[1]]
-    assert shown["after"] is row[2]
-    assert words in shown["words"]
+    assert (shown["name"], shown["said"], shown["step"]) == (name, "first NaN: step 5, forward", 5)
+    assert shown["after"] is after
     assert shown["block"] == 4
 
 
@@ -155,7 +144,18 @@ def test_a_finding_without_an_event_marks_its_layer_over_the_whole_run():
     finding = Finding("scale-too-low", "warning", "blocks.0.fc2", "It is.", {}, step=0)
     given = data(replace(report, findings=(finding,)))["opening"]
     assert (given["marked"], given["block"], given["scale"]) == (["blocks.0.fc2"], -1, 11)
-    assert given["words"] == "Marked: 'blocks.0.fc2' (scale-too-low, from step 0 on)."
+    assert (given["name"], given["said"], given["step"]) == ("", "scale-too-low, from step 0 on", 0)
+    assert given["words"] == ""
+
+
+def test_of_an_event_and_a_finding_in_another_step_the_finding_is_marked():
+    from mpinspect.reporting.finding import Finding
+
+    report = analysing.analyse(broken(5))
+    finding = Finding("weights-exploded", "error", "blocks.0.fc2", "They did.", {}, step=2)
+    for step, marked in ((2, "blocks.0.fc2"), (5, "blocks.1.fc1"), (None, "blocks.1.fc1")):
+        given = data(replace(report, findings=(replace(finding, step=step),)))["opening"]
+        assert (given["marked"], given["step"]) == ([marked], 2 if step == 2 else 5)
 
 
 def test_a_finding_without_a_layer_says_that_no_single_layer_is_to_blame():
@@ -165,12 +165,32 @@ def test_a_finding_without_a_layer_says_that_no_single_layer_is_to_blame():
     finding = Finding("clip-before-unscale", "warning", "", "It is.", {}, step=3)
     given = data(replace(report, findings=(finding,)))["opening"]
     assert (given["kind"], given["marked"], given["near"]) == ("", [], [])
-    assert given["row"] == ["no single layer", "clip-before-unscale, from step 3 on", "shown: all tensors of the map"]
-    assert given["words"] == "No single layer is to blame (clip-before-unscale, from step 3 on)."
+    assert (given["name"], given["said"]) == ("no single layer", "clip-before-unscale, from step 3 on")
+    assert (given["words"], given["curve"]) == ("No tensor below is to blame.", False)
+    # The curve shows a fault of the loss scale.
+    given = data(replace(report, findings=(replace(finding, id="scale-too-low"),)))["opening"]
+    assert (given["words"], given["curve"]) == ("", True)
     at_line = replace(finding, evidence={"line": "train.py:9"})
     given = data(replace(report, findings=(at_line,)))["opening"]
-    assert given["row"][:2] == ["train.py:9", "clip-before-unscale, from step 3 on"]
-    assert given["words"] == "The code in train.py:9 is to blame (clip-before-unscale, from step 3 on)."
+    assert (given["name"], given["said"]) == ("train.py:9", "clip-before-unscale, from step 3 on")
+
+
+@pytest.mark.parametrize(
+    ("where", "marked"),
+    [
+        ((AFTER_FORWARD, ""), ("the run", "")),
+        ((IN_FORWARD, "blocks.0"), ("blocks.0", GRADIENT)),
+        ((IN_FORWARD, "blocks.0.fc2"), ("blocks.0.fc2", GRADIENT)),
+    ],
+)
+def test_an_exception_is_marked_where_it_was_raised(where: tuple[str, str], marked: tuple[str, str]):
+    phase, module = where
+    error = Measurement(ENDED_BY, module, 10, {"begun": 1.0}, (phase,), "ValueError: 4: bad")
+    session = replace(broken(nan_from=99), events=(), measurements=(error,))
+    given = data(analysing.analyse(session))["opening"]
+    assert ((given["name"] or given["marked"][0]), given["kind"]) == marked
+    assert given["said"].startswith("Ended by an exception in step 10, ")
+    assert (given["step"], given["grave"], given["curve"]) == (10, True, False)
 
 
 def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():
@@ -182,8 +202,10 @@ def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():
         "block": -1,
         "marked": [],
         "near": [],
-        "row": None,
+        "name": "",
         "after": False,
+        "said": "",
+        "step": None,
         "curve": True,
         "grave": False,
         "words": "",

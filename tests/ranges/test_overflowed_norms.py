@@ -9,7 +9,6 @@ from torch import nn
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.faults.measure import overflowed_norms
 
 ROWS, WIDTH, EPS = 32, 16, 1e-5
 #: Each divides rows by the root of the mean or sum of their squares.
@@ -53,21 +52,19 @@ def rows_with_outliers(seed: int = 0) -> torch.Tensor:
     return x
 
 
-def train(formula, narrow=torch.float16, norm_in=None, x=None, steps=3, of=None) -> RangeReport:
+def train(formula, narrow=torch.float16, norm_in=None, x=None, steps=3) -> RangeReport:
     """Train a model with a hand-written normalisation.
 
     Args:
         narrow: autocast's dtype; float32 for none.
         norm_in: the dtype of the normalisation; None for its input's dtype.
-        of: the part of the model to inspect; None for all of it.
     """
     torch.manual_seed(1)
     model = Model(formula, norm_in or narrow)
-    watched = of(model) if of else model
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=narrow is torch.float16)
     x = rows_with_outliers() if x is None else x
-    with Inspector(watched) as inspector:
+    with Inspector(model, second=True) as inspector:
         for _ in range(steps):
             with torch.autocast("cpu", torch.bfloat16 if narrow is torch.float32 else narrow, narrow != torch.float32):
                 made = model(x)
@@ -101,16 +98,16 @@ def test_rows_that_became_zero_are_counted_and_their_norm_is_reported(formula):
     (finding,) = norm_findings(report)
     zeros = zero_rows(formula)
     assert 0 < zeros < ROWS
-    assert (finding.severity, finding.layer, finding.step) == ("error", "norm", 0)
+    assert (finding.severity, finding.layer, finding.step) == ("error", "norm", 1)
     assert (finding.evidence["elements"], finding.evidence["of"]) == (zeros, ROWS)
-    assert f"In {zeros} of {ROWS} rows the values divided by that root became zero" in finding.message
+    assert f"In {zeros} of {ROWS} rows the values divided by it, or its root, became zero" in finding.message
     assert report.verdict.healthy is False
     assert not report.events
     compile(finding.code, "fix", "exec")
 
 
 @pytest.mark.parametrize(("narrow", "norm_in"), [(torch.float16, torch.float32), (torch.bfloat16, None)])
-@pytest.mark.parametrize("formula", NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize("formula", [NORMS["rsqrt"], NORMS["sqrt and epsilon"]])
 def test_norms_in_fp32_and_bf16_are_not_reported(formula, narrow, norm_in):
     assert not norm_findings(train(formula, narrow, norm_in))
 
@@ -132,28 +129,12 @@ def test_a_variance_that_overflows_is_reported():
 def test_a_root_without_rows_is_reported_by_its_elements():
     (finding,) = norm_findings(train(lambda x: x * torch.rsqrt((x * x).mean(-1) + EPS)[:, None]))
     zeros = zero_rows(NORMS["rsqrt of a product"])
-    assert f"The values divided by {zeros} of that root's {ROWS} elements became zero" in finding.message
+    assert f"The values divided by {zeros} of its {ROWS} elements, or their roots, became zero" in finding.message
 
 
 def test_a_scalar_infinite_root_is_reported_as_zeroing_everything():
     (finding,) = norm_findings(train(lambda x: x * torch.rsqrt((x * x).mean() + EPS)))
-    assert "All values that are divided by that root became zero" in finding.message
-
-
-def test_a_root_in_a_custom_function_is_ignored():
-    class Sqrt(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.sqrt()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient
-
-    formula = NORMS["rsqrt"]
-    own = lambda x: Sqrt.apply(x.square().mean(-1, keepdim=True)).clamp(max=1)  # noqa: E731
-    (finding,) = norm_findings(train(lambda x: 0 * own(x) + formula(x)))
-    assert finding.evidence["elements"] == zero_rows(formula)
+    assert "All values that are divided by it, or its root, became zero" in finding.message
 
 
 def test_a_root_that_is_no_divisor_is_not_reported():
@@ -177,33 +158,21 @@ def test_roots_under_a_non_finite_loss_are_not_reported():
     assert not norm_findings(train(NORMS["rsqrt"], x=x))
 
 
-def test_a_norm_outside_of_the_inspected_part_is_not_reported():
-    assert not norm_findings(train(NORMS["rsqrt"], of=lambda model: model.head))
-    assert [finding.layer for finding in norm_findings(train(NORMS["rsqrt"], of=lambda model: model.norm))] == [""]
-
-
-def test_the_graph_is_searched_only_in_fp16(monkeypatch):
-    searched = []
-
-    def graph(starts, most):
-        searched.append(most)
-        return []
-
-    monkeypatch.setattr(overflowed_norms, "graph", graph)
-    train(NORMS["rsqrt"], torch.float32)
-    assert not searched
-    train(NORMS["rsqrt"], torch.float16)
-    assert searched
-
-
 def test_at_most_three_modules_are_listed():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Norm(NORMS["sqrt"], torch.float16) for _ in range(5)))
-    with Inspector(model) as inspector, torch.autocast("cpu", torch.float16):
-        for _ in range(3):
-            hidden = model[0](rows_with_outliers())
-            sum(norm(hidden).float().mean() for norm in model[1:]).backward()
-            model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with Inspector(model, second=[0]) as inspector, torch.autocast("cpu", torch.float16):
+        hidden = model[0](rows_with_outliers())
+        sum(norm(hidden).float().mean() for norm in model[1:]).backward()
+        optimizer.step()
     (finding,) = norm_findings(inspector.report())
     assert finding.evidence["modules"] == ["1", "2", "3"]
     assert finding.message.endswith("The same was found in '2' and in '3'.")
+
+
+def test_a_single_divisor_is_to_be_added_up_in_fp32():
+    (finding,) = norm_findings(train(lambda x: x / (x.abs() * 20).sum()))
+    assert "total = terms.float().sum()" in finding.code
+    (finding,) = norm_findings(train(NORMS["rsqrt"]))
+    assert "rsqrt" in finding.code

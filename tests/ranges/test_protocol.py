@@ -129,6 +129,61 @@ def test_masters_that_equal_their_weights_are_not_stale(load):
     assert "masters-stale" not in with_masters(lambda *given: None, load=load)
 
 
+def swapped(stash, *, every=1, changes=lambda weight: None, write=torch.Tensor.copy_, rate=1e-4):
+    """Train FP32 weights; after each ``every``-th step, copies that ``stash`` makes replace changed weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).bfloat16().float()
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(12):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+            if step % every == every - 1:
+                with torch.no_grad():
+                    copies = [stash(weight) for weight in model.parameters()]
+                    for weight, copy in zip(model.parameters(), copies, strict=True):
+                        changes(weight)
+                        write(weight, copy)
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+def replaces_data(weight, copy):
+    weight.data = copy.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, replaces_data, lambda weight, copy: weight.data.copy_(copy)])
+def test_weights_that_a_16_bit_copy_overwrites_are_reported(dtype, write):
+    found = swapped(lambda weight: weight.to(dtype), every=2, write=write)["masters-overwritten"]
+    assert (found.severity, found.step) == ("error", 1)
+    assert found.evidence["names"] == ["0.weight", "2.weight", "0.bias"]
+    assert {torch.bfloat16: "BF16", torch.float16: "FP16"}[dtype] in found.message
+
+
+def test_weights_that_a_16_bit_copy_overwrites_once_are_information():
+    assert swapped(lambda weight: weight.bfloat16(), every=7)["masters-overwritten"].severity == "info"
+
+
+@pytest.mark.parametrize(
+    ("stash", "changes"),
+    [
+        (torch.clone, lambda weight: None),
+        (torch.clone, lambda weight: weight.copy_(weight.bfloat16())),
+        # Binary weights are meant to have few values.
+        (torch.sign, lambda weight: None),
+        (lambda weight: weight * 0.99, lambda weight: None),
+    ],
+    ids=["FP32 copies", "16-bit copies for an evaluation", "signs", "decay by hand"],
+)
+def test_weights_with_their_own_values_are_not_reported(stash, changes):
+    assert "masters-overwritten" not in swapped(stash, changes=changes)
+
+
+def test_weights_that_no_step_changes_are_not_reported():
+    assert "masters-overwritten" not in swapped(torch.clone, rate=0.0)
+
+
 def with_backwards(numbers, *, step_last=False):
     """Train; ``numbers`` has the backwards of each step, and the last step is not taken unless asked for."""
     torch.manual_seed(0)
@@ -288,6 +343,42 @@ def test_updates_at_their_place_are_no_fault(step, fused):
     assert "divided-by-another-scale" not in of_pair(step, fused=fused)
 
 
+def accumulated(unscales_after, *, clip=None, fused=False):
+    """Train over 3 micro-batches a step; ``unscales_after``: the number of the micro-batch after which gradients are unscaled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(8):
+            for micro_batch in range(3):
+                with torch.autocast("cpu", torch.float16):
+                    out = model(torch.randn(16, 8))
+                scaler.scale(out.float().square().mean()).backward()
+                if micro_batch == unscales_after:
+                    scaler.unscale_(optimizer)
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [None, 1e-4])
+def test_gradients_that_are_added_after_the_division_are_reported(clip, fused):
+    found = accumulated(0, clip=clip, fused=fused)["unscale-missing"]
+    assert (found.severity, found.step, found.evidence["divided_early"]) == ("error", 0, 1.0)
+    assert "before the last micro-batch's backward" in found.message
+    assert "instead of optimizer.step()" not in found.code
+
+
+@pytest.mark.parametrize("unscales_after", [None, 2])
+def test_gradients_divided_after_the_last_backward_are_no_fault(unscales_after):
+    assert "unscale-missing" not in accumulated(unscales_after, clip=unscales_after and 1e-4)
+
+
 # -- weights that the loop writes itself --------------------------------------------------------------------------------
 
 
@@ -357,3 +448,77 @@ def test_a_scaler_that_grows_after_each_step_is_to_grow_later():
     assert found.severity == "warning"
     assert "doubles its scale after 1 step without an overflow" in found.message
     assert found.fix == "Let the scaler grow after more steps: its default is growth_interval=2000."
+
+
+# -- steps that no scaler guards -----------------------------------------------------------------------------------------
+
+
+def unguarded(take_step, steps=6):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                output = model(torch.randn(16, 8))
+            scaler.scale(output.float().square().mean()).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            take_step(scaler, optimizer, norm)
+            scaler.update()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+def test_a_step_that_the_loop_takes_on_overflowed_gradients_in_place_of_the_scaler_is_named():
+    found = unguarded(lambda scaler, optimizer, norm: optimizer.step())
+    cause = found["scaler-step-missing"]
+    assert (cause.severity, cause.step, cause.certainty) == ("error", 0, "inferred")
+    assert "scaler.step(optimizer)" in cause.code
+    assert {finding.id for finding in found.values() if finding.severity != "info"} == {"scaler-step-missing"}
+
+
+@pytest.mark.parametrize(
+    "take_step",
+    [
+        lambda scaler, optimizer, norm: scaler.step(optimizer),
+        lambda scaler, optimizer, norm: optimizer.step() if norm.isfinite() else None,
+    ],
+    ids=["by the scaler", "after a check of the norm"],
+)
+def test_guarded_steps_are_no_fault(take_step):
+    assert "scaler-step-missing" not in unguarded(take_step)
+
+
+def clipped_together(unscaled, steps=4):
+    """Clip two parts of a model, each with its own optimizer, after the optimizers with these numbers were unscaled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.01) for part in (model[0], model[2])]
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    with Inspector(model, optimizers=optimizers) as inspector:
+        for _ in range(steps):
+            model.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                output = model(torch.randn(16, 8))
+            scaler.scale(output.float().square().mean()).backward()
+            for number in unscaled:
+                scaler.unscale_(optimizers[number])
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+@pytest.mark.parametrize(("unscaled", "scaled"), [((0,), ["2.weight", "2.bias"]), ((1,), ["0.weight", "0.bias"])])
+def test_gradients_that_are_clipped_together_with_unscaled_ones_are_named(unscaled, scaled):
+    found = clipped_together(unscaled)["unscale-missing"]
+    assert found.evidence["names"] == scaled
+    assert 0 < found.evidence["factor"] < 0.01
+    assert "optimizer, other_optimizer" in found.code
+
+
+def test_gradients_that_are_all_unscaled_may_be_clipped_together():
+    assert "unscale-missing" not in clipped_together((0, 1))

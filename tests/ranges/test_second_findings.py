@@ -17,6 +17,7 @@ from mpinspect.ranges.records import (
     ChangedChoices,
     ChangedIntegers,
     ExaminedArgument,
+    ExaminedBatch,
     FrozenBuffer,
     MixedPowers,
     OverflowedNorm,
@@ -186,6 +187,30 @@ def test_an_overflow_counts_its_elements():
     assert message.startswith("In step 1, sum in train.py:7 overflows FP16 in 1 element: the exact result is finite")
 
 
+def test_an_overflow_whose_operator_is_known_explains_the_constant_that_it_made():
+    event = broken(4, what="loss")
+    constant = ExaminedArgument(step=4, text="a product with a constant that is infinite or NaN", elements=8, bits=32)
+    made = BornInfinite(step=5, names=("exp", "train.py:10", "forward"), text="float16", elements=4, of=64, largest=1e8)
+    found = findings(constant, made, precision=FP16, events=(event,))
+    assert found["overflow-in-operator"].evidence["line"] == "train.py:10"
+    assert "argument-out-of-range" not in found
+    assert "argument-out-of-range" in findings(constant, precision=FP16, events=(event,))
+
+
+def test_a_batch_that_a_cast_made_infinite_is_the_casts_fault():
+    batch = ExaminedBatch(step=4, elements=3, rows=3, of_rows=8)
+    cast = BornInfinite(
+        step=5, names=("_to_copy", "train.py:10", "forward"), text="float16", elements=4, of=64, largest=1e5
+    )
+    events = tuple(broken(step, given=True) for step in (4, 5))
+    found = findings(batch, cast, precision=FP16, events=events)
+    assert found["overflow-in-operator"].severity == "error"
+    assert "FP32" in found["overflow-in-operator"].fix
+    assert "batch-not-finite" not in found
+    in_a_module = replace(cast, name="head")
+    assert "batch-not-finite" in findings(batch, in_a_module, precision=FP16, events=events)
+
+
 def test_rounded_ids_have_an_example():
     changed = ChangedIntegers(step=1, names=PLACE, text="bfloat16", changed=114, of=128, given=8576, exact=8544)
     finding = findings(changed)["integers-rounded"]
@@ -224,7 +249,7 @@ def test_each_mixture_of_scales_has_its_fix(record, words, code):
 
 
 @pytest.mark.parametrize(
-    "cause", [mixed("number"), OverflowedNorm(name="0", step=0, text="rows of sum", elements=4, of=4, is_by_row=True)]
+    "cause", [mixed("number"), OverflowedNorm(name="0", step=0, text="float16 rsqrt", elements=4, of=4, is_by_row=True)]
 )
 def test_a_mixture_and_an_overflowed_norm_explain_the_skipped_steps_that_they_make(cause):
     events = tuple(

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from contextlib import suppress
-from operator import attrgetter
 
-import pytest
 import torch
 
 from mpinspect.runtime.garbage_collection import living, without_collection
@@ -30,34 +27,14 @@ def test_living_finds_the_objects_of_the_wanted_types():
     del proxy
 
 
-HALF = (attrgetter("dtype", "is_leaf"), {(torch.float16, True)})
-
-
-def test_living_finds_the_objects_that_have_the_wanted_attributes():
-    leaf, other = torch.ones(2, 3, dtype=torch.float16, requires_grad=True), torch.ones(2, dtype=torch.float16)
-    result, single = leaf * 2, torch.ones(2, 3)
-    found = {id(each) for each in living([torch.Tensor], HALF)}
-    assert {id(leaf), id(other)} <= found
-    assert found.isdisjoint((id(result), id(single)))
-    found = {id(each) for each in living([torch.Tensor], HALF, (attrgetter("shape"), {(2, 3): "alike"}))}
-    assert id(leaf) in found
-    assert id(other) not in found
-
-
-def fails(tensor):
-    raise ZeroDivisionError
-
-
-@pytest.mark.parametrize("having", [None, HALF, (fails, ())], ids=["types", "attributes", "failing"])
-def test_living_refers_to_no_other_object_when_it_returns(having):
+def test_living_refers_to_no_other_object_when_it_returns():
     """``tuple(generator)`` in another thread fails as long as another reference to the tuple exists."""
     others = [[number] for number in range(1000)] + [torch.ones(1) for _ in range(1000)]
     with without_collection():
         before = [sys.getrefcount(each) for each in others]
-        with suppress(ZeroDivisionError):
-            found = living([torch.Tensor], having) if having else living([torch.nn.Linear])
+        found = living([torch.nn.Linear])
         assert [sys.getrefcount(each) for each in others] == before
-    assert having == (fails, ()) or isinstance(found, list)
+    assert isinstance(found, list)
 
 
 def test_garbage_collection_is_restored_afterwards():

@@ -22,7 +22,10 @@ _SIGNS = (("nvjet_", "hopper"), ("fmhasm100", "blackwell"), ("wgmma", "hopper"))
 _DTYPES = tuple(
     (word, re.compile(pattern or word), dtype)
     for word, pattern, dtype in (
-        ("e4m3", "", "float8_e4m3fn"),
+        # A block's scale precedes its elements' dtype: ue4m3xf4.
+        ("e2m1", "", "float4_e2m1fn_x2"),
+        ("xf4", "xf4(?![0-9])", "float4_e2m1fn_x2"),
+        ("e4m3", "(?<!u)e4m3", "float8_e4m3fn"),
         ("e5m2", "", "float8_e5m2"),
         ("tf32", "", "tfloat32"),
         ("bf16", "", "bfloat16"),
@@ -41,6 +44,7 @@ _NVJET_LETTERS = {
     "h": "float16",
     "t": "bfloat16",
     "s": "float32",
+    "o": "float4_e2m1fn_x2",
     "q": "float8_e4m3fn",
     "r": "float8_e5m2",
     "d": "float64",
@@ -58,7 +62,7 @@ _BLAS_LETTERS = {
 _ALIGNMENT = re.compile(r"(?:align[abc]?|ldg)(\d+)")
 
 #: Operands of mma instructions by a word in the name.
-_FP8 = (("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2"))
+_NARROW = tuple(row for row in _DTYPES if row[2].startswith(("float8", "float4")))
 _OF_MMA = (("bf16", "bfloat16"), ("tf32", "tfloat32"), ("f16", "float16"), ("fp16", "float16"))
 
 _KINDS = (
@@ -146,8 +150,8 @@ def _nvjet_dtypes(lowered: str) -> tuple[str, ...]:
 
 def _of_mma(lowered: str, letter: str, digits: str) -> tuple[str, ...]:
     if digits in ("8816", "8832", "16832", "16864"):
-        # m16n8k32 multiplies int8 or FP8.
-        return next(((dtype,) for word, dtype in _FP8 if word in lowered), ("int8",))
+        # m16n8k32 multiplies int8 or FP8, m16n8k64 int4 or FP4.
+        return next(((dtype,) for _, pattern, dtype in _NARROW if pattern.search(lowered)), ("int8",))
     if letter in ("d", "z"):
         return ("float64",)
     for word, dtype in _OF_MMA:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from mpinspect.kernels.names.spelling import Spelling
 
 #: Version of the rules, included in every report; change it with every change to the rules.
-RULES_VERSION = "2026.14"
+RULES_VERSION = "2026.15"
 
 VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
 
@@ -445,7 +445,8 @@ FAMILIES = (
         "a kernel whose name says Tensor Core",
         "labelled; traces; CUTLASS, cuDNN, AWQ, bitsandbytes",
         "Volta_hmma_implicit_gemm_fprop_fp32_nhwc_128x128x64x1_1x3x3x0x1",
-        rf"{_B}tensorop|(?:opclass|warp|default)?w?mma_?tensorop{_E}|opclass\w*tensorop|multiplyadd\w*tensorop|mmatensorop"
+        # bs: block-scaled (MXFP8, MXFP4, NVFP4); sp: sparse.
+        rf"{_B}(?:bs)?(?:sp)?tensorop|(?:opclass|warp|default)?w?mma_?tensorop{_E}|opclass\w*tensorop|multiplyadd\w*tensorop|mmatensorop"
         rf"|{_B}[hidq]?mma|wgmma|wmma|utc[a-z]*mma|umma{_E}|hopperwgmma|tcgen05|m16n\d*x?k\d",
     ),
     Rule(
@@ -658,6 +659,16 @@ FAMILIES = (
         "void wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int)",
     ),
     # -- undecided by the name --------------------------------------------------------------------------------------
+    Rule(
+        "triton-kernels",
+        "native",
+        "gemm",
+        "matmul",
+        "a product of 16-bit or narrower operands by Triton's dot: Tensor Cores",
+        "triton_kernels, matmul_ogs: layouts, then the dtypes of the result and the two operands",
+        "_p_matmul_ogs_NNT_bf16xbf16xmxfp4_16x256x128x1_swiglu",
+        r"(?:^|_)matmul(?:_ogs)?_[nt]{3}_\w+?x(?:bf16|fp16|fp8\w*|mxfp\d)x(?:bf16|fp16|fp8\w*|mxfp\d)",
+    ),
     Rule(
         "triton-template",
         "unknown",

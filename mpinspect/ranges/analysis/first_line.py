@@ -25,7 +25,8 @@ def first_line(event: Event) -> str:
     if event.micro_batch:
         parts.append(f"micro-batch {event.micro_batch}")
     parts += [event.phase, event.place, value]
-    if event.loss_scale is not None:
+    # A loss that nothing scales has the scale 1.
+    if event.loss_scale not in (None, 1.0):
         parts.append(f"scale {_scale(event.loss_scale)}")
     if event.phase == "backward" and event.forward_finite is not None:
         # After the last module the loss, too, may have been non-finite.

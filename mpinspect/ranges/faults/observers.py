@@ -14,17 +14,15 @@ from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.faults.measure.accumulation import Accumulation
 from mpinspect.ranges.faults.measure.autocasts import Autocasts
 from mpinspect.ranges.faults.measure.averaged import Averaged
-from mpinspect.ranges.faults.measure.averages import Averages
 from mpinspect.ranges.faults.measure.buffers import Buffers
 from mpinspect.ranges.faults.measure.examination import Examination
-from mpinspect.ranges.faults.measure.flushed import AskedGradients, DividedGradients
+from mpinspect.ranges.faults.measure.flushed import AskedGradients, FlushedStates
 from mpinspect.ranges.faults.measure.handed_over import HandedOver
 from mpinspect.ranges.faults.measure.ledger import Ledger
 from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
 from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.faults.measure.measuring import Run
 from mpinspect.ranges.faults.measure.new_scalers import NewScalers, ScalesUsed
-from mpinspect.ranges.faults.measure.overflowed_norms import OverflowedNorms
 
 
 def diagnosing_observers(
@@ -45,12 +43,11 @@ def diagnosing_observers(
             ScalesUsed,
             MasterGradients,
             HandedOver,
-            Averages,
             Averaged,
             Accumulation,
             Buffers,
             Autocasts,
         ),
-        *(Examination, OverflowedNorms, DividedGradients, AskedGradients),
+        *(Examination, AskedGradients, FlushedStates),
     )
     return (*(kind(run) for kind in kinds), *asked)

@@ -121,7 +121,7 @@ TERMS = (
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )
 _LEGEND = (
-    "~ estimate, <= at most, none seen: but zeros may have been values, [bounds] or a..b where far apart; ? not known; {0..11}: "
+    "~ estimate, <= at most, 0% seen: but zeros may have been values, [bounds] or a..b where far apart; ? not known; {0..11}: "
     "the worst of them"
 )
 

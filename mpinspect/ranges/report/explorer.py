@@ -15,14 +15,14 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FORMATS, FloatFormat, floor_log2
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FORMATS, FloatFormat
 from mpinspect.ranges.analysis.evidence import own_scale
 from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_of, log2_recommended, repeated, seen_layers
-from mpinspect.ranges.report.opening import Opening, blocks_of, opening
+from mpinspect.ranges.report.opening import Opening, blocks_of, opening, power_of
 from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
 from mpinspect.ranges.session import Event, Window
 from mpinspect.reporting.document import Tone, Widget
@@ -140,8 +140,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         "format": first.format,
         "opening": _opening(report, first),
         "suggested": _suggested(report),
-        # A power of two, rounded down.
-        "own": floor_log2(own or 1.0),
+        "own": power_of(own or 1.0),
         "collapsed": has_collapsed,
         "windows": {
             format: window
@@ -176,18 +175,20 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
 
 
 def _opening(report: RangeReport, first: Opening) -> dict[str, Any]:
-    kind, marked, near, row, is_after, _ = first.culprit
+    found = first.culprit
     return {
         "scale": first.scale,
-        "kind": kind,
+        "kind": found.kind,
         "block": first.block,
-        "marked": list(map(printable, marked)),
-        "near": list(map(printable, near)),
-        # A row for a culprit of which nothing was counted, and whether it follows the rows that are near.
-        "row": row and list(map(printable, row)),
-        "after": is_after,
+        "marked": list(map(printable, found.marked)),
+        "near": list(map(printable, found.near)),
+        # Of the row for a culprit without a tensor of its own; whether it follows the rows that are near.
+        "name": printable(found.name),
+        "after": found.is_after,
+        "said": printable(found.said),
+        "step": found.step,
         "curve": first.has_curve,
-        "grave": any(finding.severity == SEVERITIES[-1] for finding in report.findings),
+        "grave": bool(report.verdict.ended) or any(each.severity == SEVERITIES[-1] for each in report.findings),
         "words": printable(first.words),
     }
 

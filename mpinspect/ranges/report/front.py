@@ -9,7 +9,7 @@ from contextlib import suppress
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS, what_broke
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
-from mpinspect.ranges.report.opening import line_of
+from mpinspect.ranges.report.opening import is_of, line_of
 from mpinspect.ranges.report.scale_line import steps_and_samples
 from mpinspect.ranges.session import module_named
 from mpinspect.reporting.document import Block, Code, Front, Line, Listed, Tone, nonempty
@@ -91,16 +91,17 @@ def began(report: RangeReport) -> str:
     If the alarm names another step, this is the finding of which the verdict's first sentence speaks.
     """
     finding, event = next((each for each in report.findings if each.is_alarm), None), what_broke(report)
-    if finding is None or (event is not None and finding.step in (None, event.step)):
+    if finding is None or (event is not None and is_of(finding, event)):
         return ""
     when, line = filled("from step {:,} on", finding.step), line_of(finding)
     places = [filled("in {}", finding.layer and module_named(finding.layer)), filled("in {}", line)]
     place = ", ".join(filter(None, places)) or "in no single layer"
     if event is not None:
         return f"The gravest finding is {place}, {when}"
+    when = when or "throughout the run"
     if not finding.layer and not line:
-        return f"{upper_first(when)}, {place}" if when else "In no single layer or step"
-    return f"{upper_first(place)}, {when or 'in no single step'}"
+        return f"{upper_first(when)}, {place}"
+    return f"{upper_first(place)}, {when}"
 
 
 def listed(report: RangeReport, thing: str = "") -> Iterator[Listed]:

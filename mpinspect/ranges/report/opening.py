@@ -14,7 +14,7 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import depends_on_scale, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
-from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen, module_named
+from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import filled, format_name, steps_named
 
@@ -31,17 +31,24 @@ class Culprit(NamedTuple):
         kind: the kind of tensor; "" if no tensor is to blame, which leaves the choice to the map.
         marked: names of the tensors of that kind that are the culprit's own.
         near: if there are none, names of those that are part of it, or of the nearest one.
-        row: its name, what happened there and whose values the row shows, for a row of its own; None if ``marked`` has rows.
-        is_after: whether that row stands after the ones that are near.
-        words: sentences on the place.
+        name: of a row of its own; "" without a culprit, and if ``marked`` has rows.
+        said: what happened there, in a few words.
+        step: the step in which it began; None if it belongs to no step.
+        is_after: whether the row of its own stands after the ones that are near.
+        words: a sentence on the rows that are marked.
     """
 
     kind: str
     marked: tuple[str, ...]
     near: tuple[str, ...] = ()
-    row: tuple[str, str, str] | None = None
+    name: str = ""
+    said: str = ""
+    step: int | None = None
     is_after: bool = False
     words: str = ""
+
+
+_NOBODY = Culprit("", ())
 
 
 class Opening(NamedTuple):
@@ -58,7 +65,7 @@ class Opening(NamedTuple):
 
     format: str
     scale: int
-    culprit: Culprit = Culprit("", ())
+    culprit: Culprit = _NOBODY
     block: int = WHOLE
     has_curve: bool = True
     words: str = ""
@@ -88,13 +95,17 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     # A format in which the run does not compute is judged without a loss scale.
     scale = 0 if is_other else _own(report.session)
     found = _culprit(event, finding, layers, report.layers)
-    has_curve = finding is None or depends_on_scale(finding, event)
+    if found is _NOBODY:
+        found = _of_end(report, layers)
+    has_curve = depends_on_scale(finding, event) if finding is not None else not found.said
     block, words = WHOLE, found.words
+    if found.name and not found.kind and not has_curve:
+        words = "No tensor below is to blame."
     if not found.kind and is_other and format == FLOAT16.name:
         words = f"{words} {_what_if(report)}".lstrip()
     if event is not None:
         block = _healthy(event, found.kind, found.marked or found.near, blocks)
-        words = f"{words} {_shown(event, block, blocks)}"
+        words = f"{words} {_shown(event, block, blocks)}".lstrip()
         if block != WHOLE and not is_other:
             scale = _scale_at(report.session, blocks[block].last_step, scale)
     return Opening(format, scale, found, block, has_curve, words)
@@ -123,13 +134,23 @@ def _what_if(report: RangeReport) -> str:
 
 def _own(session: Session) -> int:
     own, _ = own_scale(session)
-    return floor_log2(own or 1.0)
+    return power_of(own or 1.0)
 
 
 def _scale_at(session: Session, step: int, otherwise: int) -> int:
     """Return the loss scale of a step as a power of two, rounded down."""
     *_, scale = (None, *(change.scale for change in session.scale_history() if change.step <= step))
-    return floor_log2(scale) if scale and math.isfinite(scale) and scale > 0 else otherwise
+    return power_of(scale) if scale and math.isfinite(scale) and scale > 0 else otherwise
+
+
+def power_of(scale: float) -> int:
+    """Return a loss scale as a power of two, rounded down unless it is within 1% of the next one."""
+    return floor_log2(1.01 * scale)
+
+
+def is_of(finding: Finding, event: Event) -> bool:
+    """Return whether a finding is about the step of an event, or about none."""
+    return finding.step in (None, event.step)
 
 
 def line_of(finding: Finding) -> str:
@@ -144,35 +165,54 @@ def _culprit(
     event: Event | None, finding: Finding | None, layers: Sequence[LayerReport], watched: Sequence[LayerReport]
 ) -> Culprit:
     """Return the culprit; empty if nothing is to blame."""
-    if event is not None and (finding is None or finding.layer in ("", event.module, event.tensor)):
+    if event is not None and (finding is None or is_of(finding, event)):
         return _of_event(event, layers, watched)
     if finding is None:
-        return Culprit("", ())
-    place, step = finding.layer, filled(", from step {:,} on", finding.step)
-    if not place:
-        line = line_of(finding)
-        row = (line or "no single layer", f"{finding.id}{step}", _stand_in("", ()))
-        words = filled("The code in {} is to blame", line) or "No single layer is to blame"
-        return Culprit("", (), row=row, words=f"{words} ({finding.id}{step}).")
-    kind, near, is_own = _nearest(place, "", place, layers, watched)
+        return _NOBODY
+    said = f"{finding.id}{filled(', from step {:,} on', finding.step)}"
+    otherwise = line_of(finding) or "no single layer"
+    return _in_module(finding.layer, otherwise, said, finding.step, layers, watched)
+
+
+def _of_end(report: RangeReport, layers: Sequence[LayerReport]) -> Culprit:
+    """Return the module in which an exception ended the run, else the run itself; empty for a run that no exception ended."""
+    error = report.session.ended_by
+    if error is None or not report.verdict.ended:
+        return _NOBODY
+    said, _, _ = report.verdict.ended.partition(": ")
+    step = error.step if error.figures.get("begun") else None
+    return _in_module(error.name, "the run", said, step, layers, report.layers)
+
+
+def _in_module(
+    module: str,
+    otherwise: str,
+    said: str,
+    step: int | None,
+    layers: Sequence[LayerReport],
+    watched: Sequence[LayerReport],
+) -> Culprit:
+    """Return a module or tensor as the culprit; without one a row of its own, with the name ``otherwise``."""
+    if not module:
+        return Culprit("", (), (), otherwise, said, step)
+    kind, near, is_own = _nearest(module, "", module, layers, watched)
     if is_own:
-        return Culprit(kind, near, words=f"Marked: {module_named(place)} ({finding.id}{step}).")
-    words = f"Marked: {module_named(place)} ({finding.id}{step}).{_beside(place, near, layers)}"
-    return Culprit(kind, (), near, (place, f"{finding.id}{step}", _stand_in(kind, near)), words=words)
+        return Culprit(kind, near, said=said, step=step)
+    return Culprit(kind, (), near, module, said, step)
 
 
 def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[LayerReport]) -> Culprit:
     """Return the place where an event arose."""
     first = "NaN" if event.value == "nan" else "infinity"
+    said = f"first {first}: step {event.step:,}, {event.phase}"
     kind, near, is_own = _nearest(event.module, event.what, event.tensor, layers, watched, given=event.given)
-    words = f"Marked: {event.place}, the first {first} of the run (step {event.step:,}, {event.phase})."
-    is_counted = kind == event.what or event.what in LOSSES or event.given
-    if not is_counted:
-        counted, missing = (kind_named(each).title.lower() for each in (kind, event.what))
-        words += f" Its {missing} were not counted; shown are its {counted}."
     # The code after a module is no part of it.
     if is_own and not event.after:
-        return Culprit(kind, near, words=words)
+        counted, missing = (kind_named(each).title.lower() for each in (kind, event.what))
+        words = (
+            "" if kind == event.what else f"The {missing} of {event.place} were not counted; shown are its {counted}."
+        )
+        return Culprit(kind, near, said=said, step=event.step, words=words)
     is_loss = event.what in LOSSES and not event.module
     if not event.module and not event.given and not is_loss:
         # The model's own code is nearest to no layer.
@@ -180,24 +220,7 @@ def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[Lay
     name = event.place
     if name == repr(event.module):
         name = event.module
-    row = (name, f"first {first}: step {event.step:,}, {event.phase}", _stand_in(kind, near))
-    return Culprit(kind, (), near, row, event.after or is_loss, f"{words}{_beside(event.module, near, layers)}")
-
-
-def _beside(path: str, near: Sequence[str], layers: Sequence[LayerReport]) -> str:
-    """Return a sentence on the row that stands for a place of which nothing was counted; "" if its parts have rows."""
-    parts = {layer.name for layer in layers if path and _is_inside(layer, path)}
-    if not near or near[0] in parts:
-        return ""
-    return f" The nearest row is {near[0]!r}."
-
-
-def _stand_in(kind: str, near: Sequence[str]) -> str:
-    """Return whose values the row of a place shows of which nothing was counted."""
-    if not near:
-        return "shown: all tensors of the map"
-    of = repr(near[0]) if len(near) == 1 else "its parts"
-    return f"shown: the {kind_named(kind).title.lower()} of {of}"
+    return Culprit(kind, (), near, name, said, event.step, event.after or is_loss)
 
 
 def _nearest(
@@ -266,7 +289,8 @@ def _healthy(event: Event, kind: str, names: Sequence[str], blocks: Sequence[Win
 
 def _shown(event: Event, block: int, blocks: Sequence[Window]) -> str:
     if block == WHOLE:
-        return f"No healthy step was counted before step {event.step:,}, so the map shows the whole run."
+        earlier = "No healthy step was counted" if event.step else "There is no step"
+        return f"{earlier} before step {event.step:,}, so the map shows the whole run."
     window = blocks[block]
     named = steps_named(window.first_step, window.last_step)
     return f"The map shows {named}, the last healthy sample before step {event.step:,}."

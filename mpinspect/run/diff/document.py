@@ -36,6 +36,8 @@ from mpinspect.reporting.words import NOT_APPLICABLE, duration, number_of, perce
 from mpinspect.run.diff.products import KernelsDiff, Product, ShapesDiff
 from mpinspect.run.diff.report import DiffReport, ModelDiff, Side
 
+#: Letters of the longest headline.
+_LONGEST = 160
 _NOTES, _MODELS = Limit(8, 50), Limit(4, 50, "more models that differ less (JSON)")
 
 
@@ -79,8 +81,11 @@ def _front(report: DiffReport) -> Front:
     paths = [PurePath(side.path).name for side in (report.first, report.second)]
     changes = dict.fromkeys(change for model in models for change in model.ranges.settings)
     settings = (Item(f"{change.name}: {change.first} -> {change.second}") for change in changes)
+    words = verdict(report)
+    # A finding's whole message is too long for a headline.
+    in_short: Tone = "lead" if len(words) > _LONGEST else tone
     beside: tuple[Block, ...] = (
-        Line(verdict(report), "strong" if tone == "good" else tone),
+        Line(words, "strong" if in_short == "good" else in_short),
         *(Line(f"{model.name}: {headline(model.ranges)}") for model in models[1 : _MODELS.terminal]),
         *_advice(report),
         *section("Settings that differ", Items(tuple(settings), BESIDE)),

@@ -133,8 +133,8 @@ class InspectedModels:
         """Return the model that has all of these parameters, given by id."""
         return next((each for each in self.all if each.holds(parameters)), None)
 
-    def stepped_by(self, optimizer: torch.optim.Optimizer) -> InspectedModel | None:
-        """Return the model that this optimizer steps, if it is attached."""
+    def stepped_by(self, optimizer: torch.optim.Optimizer | None) -> InspectedModel | None:
+        """Return the model that this optimizer steps, or for None one without any, if it is attached."""
         of_it = (each for each in self.all if each.is_stepped_by(optimizer))
         return next((each for each in of_it if each.inspector.attached), None)
 
@@ -182,6 +182,8 @@ class InspectedModels:
     def record(self, names: Sequence[str], record: Record, steps: Mapping[str, int] | None = None) -> None:
         """Pass a record, whose measurement spans several models, to the model that it belongs to.
 
+        A record of code outside of modules belongs to all models that broke, or else to the first one.
+
         Args:
             names: the models' names; if there are several, the record's name begins with its model's.
             steps: the record's step, by model; None for the current step.
@@ -191,11 +193,14 @@ class InspectedModels:
             # The record may belong to a model that was attached in the middle of the recorded step.
             return
         owner = next((name for name in names if path == name or is_below(path, name)), names[0])
+        owners = {owner}
+        if not path:
+            owners = {each.name for each in self.all if each.name in names and each.inspector.broken_phase} or owners
         if len(names) > 1:
             path = path.removeprefix(owner).removeprefix(".")
         for each in self.all:
-            if each.name == owner:
-                each.inspector.record(replace(record, name=path), (steps or {}).get(owner))
+            if each.name in owners:
+                each.inspector.record(replace(record, name=path), (steps or {}).get(each.name))
 
     def rest(self, resting: bool) -> None:
         """Suspend (True) or resume (False) counting and watching in all models."""

@@ -80,7 +80,7 @@ def document(report: RunReport, *, everything: bool = False) -> Document:
         summary=(
             *section("In brief", Items(tuple(_brief(report)))),
             *section("Module by module", _modules(report), is_detail=report.is_shape_detail and report.kernels is None),
-            *section("Seen and not seen", bullets(report.saw[1:] and report.saw)),
+            *section("Seen and not seen", bullets(report.saw[1:] and report.saw), is_on_front=not report.parts),
         ),
         terms=(*TERMS, *_VERDICTS),
         front=_front(report),
@@ -233,7 +233,8 @@ def _verdict_of_several(gravest: list[ModelPart]) -> Iterator[Block]:
 
 
 def _of_speed(report: RunReport) -> Iterator[Block]:
-    """Yield the verdict of a run without models: the finding that costs most, and its change."""
+    """Yield the verdict of a run without models: what was seen, the finding that costs most, and its change."""
+    yield from map(Line, map(upper_first, report.saw))
     alarms = (each for each in (*report.kernel_findings, *report.speed_findings) if each.is_alarm)
     for found in islice(alarms, 1):
         yield Line(found.message, "warning")

@@ -37,12 +37,12 @@ def module_notes(report: RunReport) -> dict[str, ModuleNotes]:
     for module, line in (*_shapes(report), *_kernels(report)):
         if line not in lines[module]:
             lines[module].append(line)
-    # A column that no module fills is left out.
+    # A column that no module fills is left out, and so are the shapes if none asks for a change.
     all_cells = {module: _cells(row, is_to_do=module in to_do) for module, row in rows.items()}
     kept = [
         place
         for place in range(len(_COLUMNS))
-        if any(cells[place].tone or cells[place].rank for cells in all_cells.values())
+        if any(cells[place].tone or (place and cells[place].rank) for cells in all_cells.values())
     ]
     cells = {module: tuple(found[place] for place in kept) for module, found in all_cells.items()}
     found = {}

@@ -17,6 +17,7 @@ _BRANDS = {
     "bfloat16": "BF16",
     "float8_e4m3fn": "FP8 E4M3",
     "float8_e5m2": "FP8 E5M2",
+    "float4_e2m1fn_x2": "FP4 E2M1",
     "int8": "INT8",
 }
 

@@ -42,6 +42,11 @@ _OF_TRANSFORMER_ENGINE = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedL
 #: Classes of layers other than nn.Linear whose weight is stored transposed.
 _TRANSPOSED = ("Conv1D",)
 _TORCHAO_CONFIGS = ("Float8LinearConfig", "Float8TrainingOpConfig", "MXFP8TrainingOpConfig")
+#: The classes of converted modules and weights.
+_CONVERTED = (
+    *("Float8Linear", "MXFP8Linear"),
+    *("Float8TrainingWeightWrapperTensor", "MXFP8TrainingWeightWrapperTensor"),
+)
 #: Where torchao 0.17 and later note that their converter has run.
 _CONVERTER, _HAS_RUN = "torchao.float8._inductor_patch", "_PATCHED"
 _E4M3, _E5M2, _E2M1 = FLOAT8_E4M3.name, FLOAT8_E5M2.name, FLOAT4_E2M1.name
@@ -71,19 +76,20 @@ def converted_layers(layers: Iterable[Layer]) -> tuple[LayersRecord, ...]:
 
 
 def asked_for(layers: Sequence[LayersRecord]) -> tuple[str, ...]:
-    """Return the traces of a conversion by torchao if none of the layers is converted.
+    """Return the traces of a conversion by torchao if neither a layer of the run nor one of another model is converted.
 
     Searches the garbage collector's objects, which takes milliseconds, if torchao's modules are imported.
     """
-    if any(record.products.bits is not None for record in layers):
+    configs = {kind.__name__ for kind in _torchao_configs()}
+    if not configs or any(record.products.bits is not None for record in layers):
         return ()
-    found = []
-    if getattr(sys.modules.get(_CONVERTER), _HAS_RUN, False):
-        found.append(CONVERTER_CALLED)
-    kinds = {id(kind) for kind in _torchao_configs()}
-    if kinds and any(id(type(each)) in kinds for each in gc.get_objects()):
-        found.append(CONFIGURED)
-    return tuple(found)
+    # By id: a class's metaclass may leave it without a hash.
+    kinds = {id(type(each)): type(each) for each in gc.get_objects()}.values()
+    alive = {kind.__name__ for kind in kinds if str(kind.__module__).startswith("torchao.")}
+    if not alive.isdisjoint(_CONVERTED):
+        return ()
+    has_run = getattr(sys.modules.get(_CONVERTER), _HAS_RUN, False)
+    return (*((CONVERTER_CALLED,) if has_run else ()), *((CONFIGURED,) if alive & configs else ()))
 
 
 def _torchao_configs() -> Iterator[type]:

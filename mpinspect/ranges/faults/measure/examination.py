@@ -16,12 +16,12 @@ from functools import partial
 import torch
 
 from mpinspect.numeric.exponents import ratio
-from mpinspect.ranges.capture.graph import graph, numel_of, operator_of
+from mpinspect.ranges.capture.graph import graph, numel_of
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.loss_terms import is_wide_on_cuda, narrow_term, operations
-from mpinspect.ranges.faults.measure.measuring import NARROW, Measuring, Run, Sent
+from mpinspect.ranges.faults.measure.loss_terms import operations
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
 from mpinspect.ranges.faults.measure.singularities import (
     Rows,
     Singular,
@@ -41,9 +41,7 @@ from mpinspect.ranges.records import (
     ExaminedMask,
     ExaminedTarget,
     ExaminedZeroRow,
-    LossTerm,
     WeightGrowth,
-    WholeLoss,
 )
 from mpinspect.ranges.session import MOST_ROWS, containers
 from mpinspect.reporting.words import optional
@@ -111,7 +109,6 @@ class Examination(Measuring):
         #: Norms of the weights and of some of their rows before the first step, and the names of the weights recorded as grown.
         self._began: tuple[Sent, Sent] | None = None
         self._grown: set[str] = set()
-        self._told_loss = self._told_term = False
         self._first_loss: float | None = None
         #: Each group's learning rate in the last step, and its initial one if a scheduler has recorded it.
         self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, float]]] = (
@@ -167,20 +164,17 @@ class Examination(Measuring):
                 self._ends.add(number)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
-        """Record the losses' dtype (their products with a scale are FP32), and the sequence numbers of the products' nodes."""
+        """Record the sequence numbers of the nodes of the losses' products with a scale."""
         # The model may have been moved since the step began.
         self._on_cpu = self._on_cpu and all(loss.is_cpu for loss in losses)
         bare = [loss.grad_fn for loss in losses]
         made = [loss.grad_fn for loss in scaled]
         self._products.update(node._sequence_nr() for node in made if node is not None and node not in bare)
-        self._look_at_dtype(losses)
 
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Search the graph of the losses."""
         self._on_cpu = self._on_cpu and all(loss.is_cpu for loss in losses)
-        self._look_at_dtype(losses)
-        self._look_at_terms(losses)
         if not self._on_cpu:
             if not self._may_wait:
                 return
@@ -349,42 +343,6 @@ class Examination(Measuring):
             **figures,  # type: ignore[arg-type]
         )
         self._record(record)
-
-    def _look_at_dtype(self, losses: list[torch.Tensor]) -> None:
-        """Record in a measured step, once, a loss that is computed in 16 bits: its dtype, and the operators nearest to it."""
-        if self._told_loss or not self._clock.measured:
-            return
-        for loss in losses:
-            if loss.dtype in NARROW and loss.numel() == 1:
-                operators = map(operator_of, graph([loss.grad_fn], 12))
-                self._told_loss = True
-                self._record(
-                    WholeLoss(
-                        step=self._clock.step,
-                        names=tuple(operators),
-                        text=dtype_name(loss.dtype),
-                        value=float(loss.detach()) if self._on_cpu else math.nan,
-                        is_known=self._on_cpu,
-                        is_wide_on_cuda=self._on_cpu and is_wide_on_cuda(loss.grad_fn),
-                    )
-                )
-
-    def _look_at_terms(self, losses: list[torch.Tensor]) -> None:
-        """Record in a measured step, once, a term of the loss that is computed in 16 bits. Reads no values."""
-        if self._told_term or not self._clock.measured:
-            return
-        term = narrow_term([loss.grad_fn for loss in losses], self._ends)
-        if term is not None:
-            self._told_term = True
-            self._record(
-                LossTerm(
-                    step=self._clock.step,
-                    names=term.operators,
-                    text=dtype_name(term.dtype),
-                    cancels=term.cancels,
-                    is_wide_on_cuda=self._on_cpu and term.is_wide_on_cuda,
-                )
-            )
 
     @torch.no_grad()
     def _weight_norms(self, most_rows: float = math.inf) -> Sent:

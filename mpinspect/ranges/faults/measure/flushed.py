@@ -1,30 +1,24 @@
-"""Observers of FP16 gradients that flush where no count shows it: divided by the loop itself, or returned by autograd.grad."""
+"""Flushing that no count shows: FP16 gradients divided by the loop itself or asked for, and an optimizer's FP16 states."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.capture.observations import Call
-from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
-from mpinspect.ranges.records import DividedInHalf, GradientsUnderflow
-from mpinspect.runtime.device import is_capturing
-from mpinspect.runtime.dispatch import obstacle
-from mpinspect.runtime.distributed import has_process_group
-from mpinspect.runtime.guard import OwnMode, hides_modes
+from mpinspect.ranges.capture.optimizers import states_of
+from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
+from mpinspect.ranges.faults.measure.twins import storage_key
+from mpinspect.ranges.records import DividedInHalf, FlushedState, GradientsUnderflow, Record
 from mpinspect.runtime.user_line import innermost_line
 
-#: The most steps whose operators are watched.
-_MOST_STEPS = 3
 #: The least share of the gradients' elements, or of their sum of magnitudes, whose loss is recorded.
 _LEAST_LOST = 0.01
 #: Maximum number of nodes of a graph that are searched for FP16.
@@ -33,133 +27,64 @@ _MOST_NODES = 2048
 _LOG2_SMALLEST = FLOAT16.flush_exponent + 1
 
 
-class DividedGradients(Measuring):
+class _Line(NamedTuple):
+    """What a line of the loop leaves of gradients: their parameters, its factor, elements that became zero, and all before."""
+
+    names: tuple[str, ...]
+    factor: float | None
+    lost: float
+    of: float
+
+
+class DividedGradients:
     """Counts the elements that flush where the loop multiplies FP16 gradients by less than 1, or divides them, in FP16.
 
-    Watches the operators between a backward and the next forward or optimizer's step, in a few measured steps of runs with FP16
-    weights.
+    Args:
+        parameters: the model's parameters by name.
     """
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._left = _MOST_STEPS
-        self._mode: _Products | None = None
-        #: The parameter of each gradient's memory, and the counts of its non-zero elements after the backward.
-        self._names: dict[int, str] = {}
-        self._before = Sent([], [])
-        #: The products of the step: the parameter, the line, the factor (None if unknown), the count of non-zero elements.
-        self._products: list[tuple[str, str, float | None, torch.Tensor]] = []
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        self._parameters = dict(parameters)
+        #: The parameter of each gradient's memory; None if a backward has run since.
+        self._names: dict[int, str] | None = None
+        self._lines: dict[str, _Line] = {}
 
-    def begin_step(self, sampled: bool, watched: bool) -> None:
-        """Activate this observer in the first measured steps with FP16 weights."""
-        in_half = any(each.parameter.dtype is torch.float16 for each in self._parameters)
-        self.at_work = self._clock.measured and in_half and self._left > 0 and not has_process_group()
-        self.wants_backward_end = self.at_work
-        self._leave()
+    def backward_runs(self) -> None:
+        """Handle that gradients may have got other memory."""
+        self._names = None
 
-    def backward_called(self, losses: list[torch.Tensor]) -> None:
-        """Begin to watch operators."""
-        if self._mode is None and self._left > 0 and not hides_modes() and not obstacle(()):
-            self._left -= 1
-            self._mode = _Products(self._ran, self._recording.note)
-            self._mode.begin()
-
-    def backward_ends(self) -> None:
-        """Count the gradients' elements."""
-        gradients = ((each.name, each.parameter.grad) for each in self._parameters)
-        found = [(name, grad) for name, grad in gradients if is_plain(grad) and grad.dtype is torch.float16]
-        self._names = {grad.untyped_storage()._cdata: name for name, grad in found}
-        self._before, self._products = Sent.of(found, _nonzero), []
-
-    def called(self, call: Call) -> None:
-        """Stop at the next forward, other than one that a checkpoint runs again."""
-        if not call.recomputed:
-            self._judge_later()
-
-    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Stop at an optimizer's step."""
-        self._judge_later()
-
-    def end_step(self, step: int, sampled: bool) -> None:
-        """Judge the steps whose counts have reached the host."""
-        self._judge_later()
-        super().end_step(step, sampled)
-
-    def run_ends(self) -> None:
-        """Judge all."""
-        self._judge_later()
-        super().run_ends()
-
-    def _judge_later(self) -> None:
-        self._leave()
-        before, products = self._before, self._products
-        if products:
-            after = Sent.of((str(number), count) for number, (*_, count) in enumerate(products))
-            copies = [*before.copies, *after.copies]
-            self._arrivals.call(copies, partial(self._judge, self._clock.step, before, products, after))
-        self._names, self._before, self._products = {}, Sent([], []), []
-
-    def _leave(self) -> None:
-        if self._mode is not None:
-            self._mode.is_over = True
-            self._mode = None
-
-    def _ran(self, func: Any, args: tuple[Any, ...], result: Any, frame: FrameType) -> None:
-        """Count what a product leaves of a gradient."""
-        name = func.overloadpacket.__name__.removeprefix("_foreach_").rstrip("_")
-        # The mode may still be active when a capture begins, which nothing of ours may enter.
-        if name not in ("mul", "div") or len(args) < 2 or is_capturing():
-            return
-        factor = _factor(name, args[1])
-        given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-        made = result if isinstance(result, (list, tuple)) else [result] if result is not None else given
-        for before, after in zip(given, made, strict=False):
-            if is_plain(before) and is_plain(after) and after.dtype is torch.float16 and factor != 0:
-                parameter = self._names.get(before.untyped_storage()._cdata)
-                if parameter is not None and not (factor and factor >= 1):
-                    self._products.append((parameter, innermost_line(frame), factor, torch.count_nonzero(after)))
-
-    def _judge(
-        self, step: int, before: Sent, products: Sequence[tuple[str, str, float | None, torch.Tensor]], after: Sent
+    def multiplied(
+        self, name: str, given: Sequence[Any], before: torch.Tensor | None, after: torch.Tensor, frame: FrameType
     ) -> None:
-        """Record the first line that loses elements."""
-        left, counts = before.read(), after.read()
-        every, lost, first = sum(left.values()), dict[str, float](), None
-        for number, (name, line, factor, _) in enumerate(products):
-            gone = left[name] - counts[str(number)]
-            if gone > 0 and line in (line if first is None else first[0]):
-                first = first or (line, factor)
-                lost[name] = gone
-            left[name] = counts[str(number)]
-        share = sum(lost.values()) / max(every, 1)
-        if first is not None and share >= _LEAST_LOST:
-            line, factor = first
-            self._record_names(DividedInHalf(step=step, names=tuple(lost), text=line, lost=share, factor=factor))
+        """Count what a product outside of a backward leaves of a gradient. Waits for the device.
 
+        Args:
+            name: "mul" or "div".
+            given: the gradient and its factor or divisor.
+            before: the gradient's old values if the product was written in place.
+        """
+        gradient, factor = given[0], _factor(name, given[1])
+        if gradient.dtype is not torch.float16 or after.dtype is not torch.float16 or (factor and factor >= 1):
+            return
+        if self._names is None:
+            grads = [(name, each.grad) for name, each in self._parameters.items()]
+            self._names = {storage_key(grad): name for name, grad in grads if is_plain(grad)}
+        parameter = self._names.get(storage_key(gradient), "")
+        now = parameter and self._parameters[parameter].grad
+        # Other tensors may have the memory of a gradient that was replaced.
+        if factor != 0 and is_plain(now) and storage_key(now) == storage_key(gradient):
+            nonzero = torch.count_nonzero(gradient if before is None else before)
+            line = innermost_line(frame)
+            known = self._lines.get(line, _Line((), factor, 0.0, 0.0))
+            lost = known.lost + int(nonzero - torch.count_nonzero(after))
+            self._lines[line] = _Line((*known.names, parameter), known.factor, lost, known.of + int(nonzero))
 
-class _Products(OwnMode):  # type: ignore[no-untyped-call]
-    """Calls a function after each operator, with the operator's caller."""
-
-    def __init__(self, ran: Callable[..., None], note: Callable[[str], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._ran, self._note, self._process = ran, note, os.getpid()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # A forked child has the mode on its stack as well.
-        if not self.is_over and getattr(func, "_schema", None) is not None and os.getpid() == self._process:
-            try:
-                self._ran(func, args, result, sys._getframe(1))
-            except Exception as error:
-                self.is_over = True
-                self._note(f"mpinspect failed in watching the loop's own products of gradients ({error!r})")
-        return result
-
-
-def _nonzero(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([torch.count_nonzero(each) for each in tensors])
+    def records(self) -> list[Record]:
+        """Return the first line that loses elements."""
+        for line, (names, factor, lost, of) in self._lines.items():
+            if lost and lost >= _LEAST_LOST * of:
+                return [DividedInHalf(name=names[0], names=names, text=line, lost=lost / of, factor=factor)]
+        return []
 
 
 def _factor(name: str, value: Any) -> float | None:
@@ -168,7 +93,7 @@ def _factor(name: str, value: Any) -> float | None:
         return None
     if not isinstance(value, (torch.Tensor, int, float)):
         return None
-    number = float(value)
+    number = float(value.detach() if isinstance(value, torch.Tensor) else value)
     if name == "mul":
         return number
     return 1 / number if number else None
@@ -195,6 +120,39 @@ class AskedGradients(Measuring):
         worst = max(shares, key=lambda number: shares[number])
         if shares[worst] > _LEAST_LOST:
             self._record(GradientsUnderflow(name=names[int(worst)], step=step, text=line, lost=shares[worst]))
+
+
+class FlushedStates(Measuring):
+    """Counts the zeros in an optimizer's FP16 states without negative elements, such as averages of squared gradients."""
+
+    @torch.no_grad()
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the states of a measured step with the gradients, which are still there."""
+        if not self.at_work:
+            return
+        by_state: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        for watched in (*self._optimizers.parameters(optimizer), *self._masters.of(optimizer)):
+            gradient = watched.parameter.grad
+            for name, state in states_of(optimizer, watched.parameter).items():
+                is_half = is_plain(state) and state.dtype is torch.float16
+                if is_half and is_plain(gradient) and state.shape == gradient.shape:
+                    by_state.setdefault(name, []).append((watched.name, _flushed(state, gradient)))
+        for name, counts in by_state.items():
+            sent = Sent.of(counts)
+            self._arrivals.call(sent.copies, partial(self._judge, self._clock.step, name, sent))
+
+    def _judge(self, step: int, state: str, sent: Sent) -> None:
+        counts = sent.read()
+        flushed, given, negative = map(sum, zip(*counts.values(), strict=True))
+        if flushed and not negative:
+            names = tuple(name for name, (zeros, *_) in counts.items() if zeros)
+            self._record_names(FlushedState(step=step, names=names, text=state, flushed=flushed / given))
+
+
+def _flushed(state: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return how many elements of a state are zero where the gradient is not, the gradient's non-zero, the state's negative."""
+    given = gradient != 0
+    return torch.stack([((state == 0) & given).sum(), given.sum(), (state < 0).sum()])
 
 
 def _is_half(node: Any) -> bool:

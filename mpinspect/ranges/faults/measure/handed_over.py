@@ -107,6 +107,7 @@ class _Step:
         multiplied_by: the constant factor that the loop applied to the loss of the last backward; None without one.
         scaled, still_scaled: the parameters with gradients from a scaled backward, and the subset that an optimizer stepped
             before a scaler divided the gradients.
+        divided_early: the subset of these whose gradients a scaler divided before the last backward.
         aside, never_scaled: the parameters with gradients from a backward that no scaler scaled, and the subset whose gradients
             a scaler divided.
         unscaled: how often a scaler has unscaled each parameter's gradient since its optimizer last stepped.
@@ -127,6 +128,7 @@ class _Step:
     multiplied_by: float | None = None
     scaled: set[str] = field(default_factory=set)
     still_scaled: set[str] = field(default_factory=set)
+    divided_early: set[str] = field(default_factory=set)
     aside: set[str] = field(default_factory=set)
     never_scaled: set[str] = field(default_factory=set)
     unscaled: dict[str, int] = field(default_factory=dict)
@@ -254,7 +256,9 @@ class HandedOver(Measuring):
         # A fused optimizer receives the scale and divides by it within its step.
         if self._now.is_scaled and getattr(optimizer, "grad_scale", None) is None:
             divided = (name for each in self._now.moments["unscaled"] for names in each.values.names for name in names)
-            self._now.still_scaled |= (names & self._now.scaled).difference(divided)
+            still = (names & self._now.scaled).difference(divided)
+            self._now.still_scaled |= still
+            self._now.divided_early |= still & self._now.unscaled.keys()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped: gradients still present at the next backward are left over."""
@@ -356,7 +360,7 @@ def _changed(seen: _Step) -> Iterator[Record]:
     by = None if seen.is_scaled else seen.multiplied_by
     yield _changed_before_step(seen, moment, before, handed, zeroed, multiplied_by=by)
     still = {name: ratio for name, ratio in ratios(given, handed).items() if name in seen.still_scaled}
-    yield _change(SteppedWhileScaled, still, still)
+    yield _change(SteppedWhileScaled, still, still, divided_early=bool(seen.divided_early))
     replaced = [name for name in _broken(given) if math.isfinite(handed.get(name, math.nan))]
     yield ReplacedBeforeStep(names=tuple(replaced), of=len(given))
 
@@ -461,8 +465,9 @@ def _named(ratios: Mapping[str, float]) -> list[str]:
 
 
 def _change(kind: type[AnyChange], ratios: Mapping[str, float], names: Iterable[str], **figures: Any) -> AnyChange:
-    """Return the record of a change by these factors: their median, and whether all gradients share it."""
-    finite = [ratio for ratio in ratios.values() if math.isfinite(ratio)]
-    factor = statistics.median(finite or [math.nan])
+    """Return the record of a change of these gradients: their median factor, and whether all gradients share it."""
+    names, finite = tuple(names), [ratio for ratio in ratios.values() if math.isfinite(ratio)]
+    of_names = [ratios[name] for name in names if math.isfinite(ratios.get(name, math.nan))]
+    factor = statistics.median(of_names or finite or [math.nan])
     is_uniform = bool(finite) and all(abs(ratio - factor) <= _SAME * abs(factor) for ratio in finite)
-    return kind(names=tuple(names), factor=factor, is_uniform=is_uniform, of=len(ratios), **figures)
+    return kind(names=names, factor=factor, is_uniform=is_uniform, of=len(ratios), **figures)

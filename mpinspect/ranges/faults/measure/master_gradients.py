@@ -1,22 +1,25 @@
 """An observer that compares a few elements of the masters, and of their gradients, with those of the weights.
 
 The loop's own code transfers them. The observer records gradients of earlier steps that were added, masters that are stepped but
-never copied back, masters that their weights overwrite, and masters that differ from their weights before the first step.
+never copied back, masters that their weights overwrite, and masters that differ from their weights before the first step. FP32
+weights that an optimizer steps are masters too: a 16-bit copy of them may overwrite them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from mpinspect.ranges.capture.host_rows import HostCopy
+from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward
+from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.masters import Samples, agree, samples
-from mpinspect.ranges.faults.measure.measuring import Measuring, Run
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent, drawn
 from mpinspect.ranges.records import MastersAddedUp, MastersNotCopied, MastersOverwritten, MastersStale
 from mpinspect.runtime.distributed import has_process_group
 
@@ -28,6 +31,11 @@ _MOST_BACKWARDS = 4
 _UNEXPLAINED = 0.01
 #: Maximum part of that share that stays unexplained once the masters' earlier gradients are included.
 _REST = 0.1
+#: Maximum number of an optimizer's weights that are searched for writes between two steps, and of steps in which written ones are
+#: read; minimum number of distinct values of weights that are not meant to be a few values, such as signs.
+_MOST_WEIGHTS, _MOST_READINGS, _FEWEST_VALUES = 16, 20, 17
+#: The dtypes of copies; FP16 holds most of BF16's numbers.
+_COPIED_IN = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -67,6 +75,11 @@ class MasterGradients(Measuring):
         #: By the optimizer's id, elements of its unknown tensors and of the weights without a master, before any step.
         self._unmatched: dict[int, tuple[Samples, Samples]] = {}
         self._now = _Step()
+        #: By the optimizer's id, the addresses and versions of its largest FP32 weights after its last step.
+        self._left: dict[int, dict[str, tuple[int, int]]] = {}
+        self._readings = 0
+        #: The FP32 weights that had values which no 16-bit dtype holds after a step.
+        self._wide: set[str] = set()
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
@@ -88,7 +101,8 @@ class MasterGradients(Measuring):
             self._now.parts.append(_gradients(self._masters.weights()))
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the masters' gradients, which the optimizer is about to use."""
+        """Record the masters' gradients, which the optimizer is about to use, and read weights that the loop has written."""
+        self._read_written(optimizer)
         if not self.at_work:
             return
         masters = list(self._masters.of(optimizer))
@@ -106,6 +120,11 @@ class MasterGradients(Measuring):
         self._stepped = True
         self._steps += self._began is not None
         self._after.pop(id(optimizer), None)
+        if self._readings < _MOST_READINGS and not has_process_group():
+            weights = [(each.name, each.parameter) for each in self._fp32_weights(optimizer)]
+            self._left[id(optimizer)] = {name: (each.data_ptr(), each._version) for name, each in weights}
+            if self.at_work:
+                self._read(weights, self._know_wide)
         if self.at_work and (masters := list(self._masters.of(optimizer))):
             self._after[id(optimizer)] = _values(masters)
 
@@ -166,6 +185,44 @@ class MasterGradients(Measuring):
             moved = torch.cat([before[name] != here[name] for name in written]).double().mean()
             self._record_names(MastersOverwritten(step=step, names=tuple(written), changed=float(moved)))
 
+    def _fp32_weights(self, optimizer: torch.optim.Optimizer) -> list[WatchedParameter]:
+        """Return the largest FP32 weights that an optimizer steps itself."""
+        watched = (each for each in self._optimizers.parameters(optimizer) if is_plain(each.parameter))
+        wide = [each for each in watched if each.parameter.dtype is torch.float32]
+        return sorted(wide, key=lambda each: -each.parameter.numel())[:_MOST_WEIGHTS]
+
+    def _read_written(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read FP32 weights that other code has written since the optimizer's last step.
+
+        No version shows a write through ``.data``: in measured steps all are read.
+        """
+        left = self._left.pop(id(optimizer), {})
+        watched = self._fp32_weights(optimizer) if left else ()
+        here = {each.name: (each.parameter.data_ptr(), each.parameter._version) for each in watched}
+        written = [each for each in watched if self.at_work or here[each.name] != left.get(each.name)]
+        if written:
+            self._readings += not self.at_work
+            weights = [(each.name, each.parameter) for each in written]
+            self._read(weights, partial(self._judge_written, self._clock.step - 1))
+
+    @torch.no_grad()
+    def _read(
+        self, weights: Iterable[tuple[str, torch.Tensor]], judge: Callable[[dict[str, Sequence[bool]]], object]
+    ) -> None:
+        """Call ``judge`` with the 16-bit dtypes that hold each weight's values, once they are known."""
+        rounded = Sent.of((name, _in_16_bits(weight)) for name, weight in weights)
+        self._arrivals.call(rounded.copies, lambda: judge(rounded.read()))
+
+    def _know_wide(self, rounded: Mapping[str, Sequence[bool]]) -> None:
+        self._wide.update(name for name, row in rounded.items() if not any(row))
+
+    def _judge_written(self, step: int, rounded: Mapping[str, Sequence[bool]]) -> None:
+        for place, dtype in enumerate(_COPIED_IN):
+            names = tuple(name for name, row in rounded.items() if row[place] and name in self._wide)
+            if names:
+                self._record_names(MastersOverwritten(step=step, names=names, text=dtype_name(dtype)))
+                return
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _find_added_up(self, step: int, seen: _Step) -> None:
@@ -196,6 +253,13 @@ class MasterGradients(Measuring):
                     of=len(sums),
                 )
             )
+
+
+def _in_16_bits(weight: torch.Tensor) -> torch.Tensor:
+    """Return for each 16-bit dtype whether it holds a weight's values exactly, unless these are few."""
+    values = drawn(weight)
+    are_many = values.sort().values.diff().count_nonzero() >= _FEWEST_VALUES - 1
+    return torch.stack([are_many & (values == values.to(dtype)).all() for dtype in _COPIED_IN])
 
 
 def _read_all(found: Iterable[Samples]) -> dict[str, torch.Tensor]:

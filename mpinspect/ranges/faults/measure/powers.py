@@ -153,7 +153,7 @@ class PowersOfScale:
         elif name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
             self._fused(_Operator(name, args, frame, in_optimizer), kwargs)
         elif name.startswith("_foreach_"):
-            for row, each in _rows(args, result):
+            for row, each in rows(args, result):
                 self._one(_Operator(name.removeprefix("_foreach_"), row, frame, in_optimizer), each)
         elif not _is_view(func):
             self._one(_Operator(name, args, frame, in_optimizer), result)
@@ -422,7 +422,7 @@ def _is_view(func: Any) -> bool:
     return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
 
 
-def _rows(args: tuple[Any, ...], result: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def rows(args: tuple[Any, ...], result: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield the arguments and the result of each call that a foreach operator stands for."""
     for place, made in enumerate(result or args[0]):
         yield tuple(each[place] if isinstance(each, (list, tuple)) else each for each in args), made

@@ -24,7 +24,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices
+from mpinspect.ranges.faults.measure.flushed import DividedGradients
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
+from mpinspect.ranges.faults.measure.powers import rows
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.faults.measure.twins import (
     TWIN_DTYPES,
@@ -43,6 +45,7 @@ from mpinspect.ranges.records import (
     BrokenAlike,
     ChangedIntegers,
     LostSum,
+    OverflowedNorm,
     Positions,
     Record,
     RoundedArgument,
@@ -64,10 +67,13 @@ _SUMS = frozenset(
     }
 )
 _ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+#: Losses that are differences, whose result is a single number.
+_LOSSES = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss})
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = (
     _ADDITIONS
     | {aten.rsub, aten.lerp_}
+    | _LOSSES
     | {
         *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
     }
@@ -93,12 +99,16 @@ _DECIDING = frozenset(
         *(aten.logical_and_, aten.logical_or_, aten.bitwise_and_, aten.bitwise_or_),
     }
 )
+#: Operators by which a loop divides its gradients.
+_SCALING = frozenset({aten.mul, aten.mul_, aten.div, aten.div_})
 #: Operators whose results are not written yet, or have no exact result.
 _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 #: Beginnings of the names of operators that a backend implements as it likes.
 _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: Bytes of twins, and seconds, after which the rest of the step is left out.
 _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
+#: The most modules in which infinite divisors are recorded.
+_MOST_NORMS = 3
 #: Bytes of errors that are held until the gradient at their operator's result is known.
 _MOST_ERRORS = 64 << 20
 #: The most operators that are named as left out.
@@ -119,6 +129,8 @@ _FEWEST_ROWS, _LEAST_TIED = 8, 0.01
 _FAR_OFF = 0.5
 #: The inherited error after a difference, and before it.
 _CANCELLED, _UNCANCELLED = 0.3, 0.05
+#: The overloads of single operators, by those of foreach operators.
+_SINGLE = {"Scalar": "Scalar", "List": "Tensor", "Tensor": "Tensor", "ScalarList": "Scalar", "": "default"}
 
 
 class Pending(NamedTuple):
@@ -134,6 +146,7 @@ class Pending(NamedTuple):
         node: the sequence number of its autograd node; None if it has none.
         old: the 16-bit values that an operator of the forward changes in place, before it does; None for other operators.
         frame: its caller's, once it has run.
+        place: among the operators that a foreach operator stands for; None if it is no foreach operator.
     """
 
     func: Any
@@ -146,6 +159,7 @@ class Pending(NamedTuple):
     node: int | None
     old: torch.Tensor | None
     frame: Any = None
+    place: int | None = None
 
 
 class SecondComputation:
@@ -170,6 +184,7 @@ class SecondComputation:
         }
         self._kept = KeptSums((parameter for _, parameter in self._parameters), narrow)
         self._choices = Choices()
+        self._divided = DividedGradients(self._parameters)
         self._numbers = RoundedNumbers(self._kept.is_old)
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
@@ -201,19 +216,26 @@ class SecondComputation:
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
-        """Prepare an operator's second run; None if more bits would not change its result, or if it can't be prepared."""
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
+        """Prepare an operator's second run, or those of the operators that a foreach operator stands for.
+
+        Those whose result more bits would not change, or that can't be prepared, are left out.
+        """
         if not isinstance(func, torch._ops.OpOverload):
-            return None
+            return []
         try:
             if self._errors:
                 self._weigh(args)
             if self._choices:
                 self._choices.use(func, _leaves((*args, *kwargs.values())))
-            return self._prepare(func, args, kwargs)
+            rows_of = _rows(func, args)
+            if rows_of is None:
+                return list(filter(None, [self._prepare(func, args, kwargs)]))
+            found = [(place, self._prepare(one, row, kwargs)) for place, (one, row) in enumerate(rows_of)]
+            return [each._replace(place=place) for place, each in found if each is not None]
         except Exception:
             self.skipped[func.overloadpacket.__name__] += 1
-            return None
+            return []
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
         schema = func._schema
@@ -240,7 +262,9 @@ class SecondComputation:
         if self._is_used_up():
             self._end()
             return None
-        if not torch._C._current_autograd_node():
+        if not _is_in_forward():
+            self._divided.backward_runs()
+        else:
             self._modules[_get_sequence_nr() - 1] = self._module()
         if not _fits(tensors):
             self.skipped["too large"] += 1
@@ -265,8 +289,16 @@ class SecondComputation:
         old = args[0].detach().clone() if is_changed else None
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors), old)
 
-    def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
-        """Run the operator again on the twins of its arguments, and compare the results."""
+    def after(self, pending: Sequence[Pending], result: Any, frame: FrameType) -> None:
+        """Run each operator again on the twins of its arguments, and compare the results."""
+        for each in pending:
+            made = result
+            if each.place is not None:
+                # A foreach operator in place returns nothing.
+                made = result[each.place] if result else each.given[0][0]
+            self._ran(each, made, frame)
+
+    def _ran(self, pending: Pending, result: Any, frame: FrameType) -> None:
         func, pending = pending.func, pending._replace(frame=frame)
         name = func.overloadpacket.__name__
         results = _plain(result)
@@ -276,6 +308,8 @@ class SecondComputation:
             self._forget(results)
             return
         try:
+            if func.overloadpacket in _SCALING and results and _is_in_forward():
+                self._divided.multiplied(name.rstrip("_"), pending.given[0], pending.old, results[0], frame)
             if func.overloadpacket is aten._to_copy and not results:
                 self._compare_integers(pending, result)
                 return
@@ -339,6 +373,8 @@ class SecondComputation:
         if not is_finite(value):
             self._compare_broken(pending, value, twin, local())
             return
+        if BornInfinite in self._found and _is_in_forward():
+            self._compare_quotient(pending, value, twin)
         if is_rounded and pending.node is None:
             self._compare_kept(pending, value, local)
         if operator in _SUMS and value.dtype in _NARROW:
@@ -346,7 +382,7 @@ class SecondComputation:
         elif operator in _AMPLIFYING:
             if operator in _ADDITIONS and is_rounded:
                 self._compare_addition(pending, value, local)
-            if value.numel() >= _FEWEST_OF_ONE:
+            if value.numel() >= _FEWEST_OF_ONE or operator in _LOSSES:
                 self._compare_errors(pending, value, twin)
 
     def _compare_argument(self, pending: Pending, value: torch.Tensor) -> None:
@@ -414,6 +450,21 @@ class SecondComputation:
                 from_finite = is_seen and all(map(is_finite, _plain(pending.given[0])))
                 elements = float(broken.sum())
                 self._add(BrokenAlike, pending, value, elements=elements, of=of, from_finite=from_finite)
+
+    def _compare_quotient(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
+        """Record an infinity that 16 bits have made and whose quotients are zero: finite, and all values lost."""
+        is_zero = (value == 0) & (twin.abs() >= torch.finfo(value.dtype).tiny)
+        if not bool(is_zero.any()):
+            return
+        both = zip(_leaves(pending.given[0]), _leaves(pending.arguments[0]), strict=True)
+        divisors = [each.isinf() & exact.isfinite() for each, exact in both if _is_plain(each) and _is_plain(exact)]
+        infinite = next((each for each in divisors if bool(each.any())), None)
+        norms, of = self._found[OverflowedNorm], 0 if infinite is None else infinite.numel()
+        if infinite is None or len(norms) == _MOST_NORMS or self._module() in [each.name for each in norms]:
+            return
+        text = f"{dtype_name(self._narrow)} {pending.func.overloadpacket.__name__}"
+        figures = {"elements": float(infinite.sum()), "of": of, "is_by_row": of > 1 and infinite.shape[-1] == 1}
+        norms.append(self._record(OverflowedNorm, pending, value, text=text, **figures))
 
     def _compare_addition(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
@@ -565,13 +616,13 @@ class SecondComputation:
         self._found[AbsorbedOperand] += _running_sums(self._repeated.values())
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
-        found = self._kept.records()
+        found = [*self._kept.records(), *self._divided.records()]
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
-        found += [*self._arguments.values(), *self._choices.used]
+        found += [*self._found[OverflowedNorm], *self._arguments.values(), *self._choices.used]
         worsts: tuple[tuple[type[Record], str], ...] = (
             (LostSum, "error"),
             (AbsorbedOperand, "error"),
@@ -859,3 +910,14 @@ def _are_comparable(pending: Pending, value: torch.Tensor) -> bool:
 def _equals_one(total: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
     """Return where a sum equals one of its operands."""
     return (total == operands[0]).logical_or(total == operands[1])
+
+
+def _rows(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """Return the operators and arguments that a foreach operator stands for; None of another."""
+    name = func.overloadpacket.__name__
+    if not name.startswith("_foreach_"):
+        return None
+    single = getattr(getattr(aten, name.removeprefix("_foreach_"), None), _SINGLE.get(func._overloadname, ""), None)
+    if single is None:
+        return None
+    return [(single, row) for row, _ in rows(args, args[0])]

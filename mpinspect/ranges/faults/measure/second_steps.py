@@ -113,9 +113,9 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_over or getattr(func, "_schema", None) is None or os.getpid() != self._process:
             return func(*args, **kwargs)
         second = None if self._is_beside_the_step() else self._second
-        pending = None if second is None else self._attempt(second.before, func, args, kwargs)
+        pending = second and self._attempt(second.before, func, args, kwargs)
         result = func(*args, **kwargs)
-        if second is not None and pending is not None:
+        if second is not None and pending:
             self._attempt(second.after, pending, result, sys._getframe(1))
         if self._powers is not None:
             self._attempt(self._powers.ran, func, args, kwargs, result, sys._getframe(1), self.in_optimizer)

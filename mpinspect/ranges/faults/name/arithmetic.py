@@ -1,14 +1,13 @@
-"""Faults of losses, statistics, normalisations, positions and scores that are computed or kept in 16 bits."""
+"""Faults of statistics, normalisations, positions and scores that are computed or kept in 16 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mpinspect.numeric.formats import FLOAT16, FORMATS
-from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
-from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
+from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges.faults.name.case import Case, quoted
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.records import LossTerm, OverflowedNorm, Positions, Statistics, Ties, WholeLoss
+from mpinspect.ranges.records import OverflowedNorm, Positions, Statistics, Ties
 from mpinspect.ranges.session import MOST_ROWS, Event, module_named
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import bracketed, by_number, filled
@@ -122,166 +121,68 @@ def _stuck(stuck: Sequence[Statistics]) -> Found:
     )
 
 
-# -- the loss -----------------------------------------------------------------------------------------------------------
-
-
-class _Loss(Sentences):
-    OVERFLOWED = (
-        "The loss is computed in {dtype:format}, and in step {step}, which was examined, it is {value:g}: a square or a sum "
-        "inside it exceeds {largest:g}{although}."
-    )
-    CANCELS = (
-        "{what} is computed in {dtype:format}{made_by}: each of its terms is rounded to {bits} bits (a relative "
-        "2^-{bits}), so that where they nearly cancel only rounding error is left."
-    )
-    ROUNDED_ONCE = "{what} is computed in {dtype:format}{made_by}: its value and first gradient have {bits} bits."
-    OF_ANY_LOSS = "That is so whatever the dtype of the loss that it is added to."
-    ON_A_CPU_ONLY = "Within autocast this is so on a CPU only: CUDA's autocast computes it in FP32."
-
-    IN_FP32 = "Compute the loss in FP32: cast the model's output to FP32 before the loss."
-    TARGET_IN_FP32 = "If the target is a softmax, cast its logits first, too."
-    TERMS_IN_FP32 = (
-        "Compute every term of the loss in FP32: cast the logits, and a reference's, before the log-softmax, and keep the "
-        "log-probabilities, and sums of them, in FP32."
-    )
-    CAST = "output = model(x).float()\nloss = loss_fn(output, target)"
-    CAST_WITH_TARGET = (
-        "output = model(x).float()  # and the logits of a target that is a softmax\nloss = loss_fn(output, target)"
-    )
-    CAST_TERMS = "log_p = model(x).float().log_softmax(-1)\nlog_q = reference(x).float().log_softmax(-1)"
-
-
-#: Operators, as autograd names them, whose results may cancel in a sum.
-_CANCELLING = ("Sub", "Rsub", "Mul", "Pow", "MseLoss", "KlDiv", "Add")
-
-
-def _loss_in_16_bits(case: Case) -> Iterator[Found]:
-    """A loss computed in 16 bits: it may overflow, and the rest of a sum whose terms cancel is rounding error.
-
-    A term of a loss is reported too: a mean or sum in 16 bits that the loss adds to others, or a difference of 16-bit
-    log-probabilities.
-
-    False alarms: The warning is given if the loss has operators whose results may cancel (differences, products, KL),
-    whether or not they do in this run. In a term of it a product with a constant is no such operator.
-    """
-    terms = sorted(case.recorded(LossTerm), key=lambda each: not each.cancels)
-    has_cancelling_term = bool(terms and terms[0].cancels)
-    whole = [each for each in case.recorded(WholeLoss) if not (has_cancelling_term and _is_rounded_once(each))]
-    if whole:
-        yield _whole_loss(whole[0], case)
-    elif terms:
-        yield _term(terms[0], case)
-
-
-def _whole_loss(loss: WholeLoss, case: Case) -> Found:
-    overflowed, value = loss.overflowed, loss.value
-    with_target = any(operator in ("Mul", "KlDiv") for operator in loss.names)
-    is_harmless = not overflowed and _is_rounded_once(loss)
-    # A cross-entropy is rounded once, after a log-softmax; a sum of products or differences is rounded at each term.
-    says, severity, although = _Loss.CANCELS, "warning", ""
-    if overflowed:
-        broke = any(event.step == loss.step and event.gradients_finite is False for event in case.events)
-        says, severity, although = _Loss.OVERFLOWED, "error", "; the gradients are still finite" * (not broke)
-    elif is_harmless:
-        says, severity = _Loss.ROUNDED_ONCE, "info"
-    return Found(
-        (says, _on_a_cpu_only(loss, case)),
-        {"value": value if loss.is_known else None, "dtype": loss.text, "operators": list(loss.names)},
-        {
-            **_rounding(loss),
-            "what": "The loss",
-            "value": value,
-            "largest": FORMATS[loss.text].max_finite,
-            "although": although,
-        },
-        (_Loss.IN_FP32.when(not is_harmless), _Loss.TARGET_IN_FP32.when(with_target and not is_harmless)),
-        (_Loss.CAST_WITH_TARGET.when(with_target) or _Loss.CAST).when(not is_harmless),
-        severity=severity,
-        step=loss.step,
-    )
-
-
-def _term(term: LossTerm, case: Case) -> Found:
-    return Found(
-        (
-            _Loss.CANCELS.when(term.cancels) or _Loss.ROUNDED_ONCE,
-            _Loss.OF_ANY_LOSS.when(term.cancels),
-            _on_a_cpu_only(term, case),
-        ),
-        {"dtype": term.text, "operators": list(term.names)},
-        {**_rounding(term), "what": "A term of the loss"},
-        _Loss.TERMS_IN_FP32.when(term.cancels),
-        _Loss.CAST_TERMS.when(term.cancels),
-        is_mild=not term.cancels,
-        step=term.step,
-    )
-
-
-def _rounding(loss: WholeLoss | LossTerm) -> dict[str, object]:
-    made_by = bracketed(filled("autograd's {}", " of ".join(loss.names[:4]).lower()))
-    return {"bits": SIGNIFICAND_BITS[loss.text], "made_by": made_by}
-
-
-def _is_rounded_once(loss: WholeLoss) -> bool:
-    """Return whether a loss did not overflow, and no operators of it may cancel: a cross-entropy, say."""
-    if loss.overflowed:
-        return False
-    return "NllLoss" in loss.names or not any(operator in _CANCELLING for operator in loss.names)
-
-
-def _on_a_cpu_only(loss: WholeLoss | LossTerm, case: Case) -> _Loss | None:
-    return _Loss.ON_A_CPU_ONLY.when(any(case.precision.autocast) and loss.is_wide_on_cuda)
-
-
 # -- normalisations by hand ---------------------------------------------------------------------------------------------
 
 
 class _Norm(Sentences):
-    INFINITE = (
-        "In {module}, first in step {step}, a square or a sum under a root exceeded 65504 in FP16 and became infinite."
-    )
+    INFINITE = "In {module}{line}, in step {step}, a square or a sum overflowed {dtype:format} and became infinite."
     ZERO = "{which} became zero: they are finite, so no infinity or NaN shows it."
     ELSEWHERE = "The same was found in {others}."
     IN_FP32 = (
         "Compute the normalisation in FP32 and cast its result back: in FP16 the square of a value of 256 or "
         "more is infinite."
     )
+    TOTAL_IN_FP32 = "Compute this single divisor, a sum, a count or a norm, in FP32."
+    WIDE_TOTAL = "total = terms.float().sum()"
     WIDE = (
         "wide = x.float()  # before it is squared\n"
         "x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)"
     )
 
 
+def overflowed_norms(case: Case) -> list[OverflowedNorm]:
+    """Return the infinities that made quotients zero, in the first step with any whose forward was finite; one of each module."""
+    broken = {event.step for event in case.events if event.forward_finite is False}
+    found = [each for each in case.recorded(OverflowedNorm) if each.step not in broken]
+    return [each for each in found if each.step == found[0].step]
+
+
 def _norm_overflows(case: Case) -> Iterator[Found]:
     """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that the normalised values become zero.
 
-    Checked in the code of the model's own modules, in the first four steps and ever fewer later ones. Code that needs
-    no gradient, activation checkpoints and compiled regions leave no graph to search.
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: It is measured: the root's argument is infinite, and the loss is finite. Rows that nothing uses, such as
-    padding, count as well.
+    False alarms: It is measured: the divisor is infinite and finite in FP32, its quotients are zero, and the forward is finite.
+    Rows that nothing uses, such as padding, count as well.
     """
-    found = list(case.recorded(OverflowedNorm))
+    found = overflowed_norms(case)
     if not found:
         return
     first, others = found[0], [each.name for each in found[1:]]
+    dtype, _, operator = first.text.partition(" ")
     elements, of = int(first.elements), int(first.of)
-    which = f"The values divided by {elements} of that root's {of} elements"
+    which = f"The values divided by {elements} of its {of} elements, or their roots,"
     if elements == of:
-        which = "All values that are divided by that root"
+        which = "All values that are divided by it, or its root,"
     elif first.is_by_row:
-        which = f"In {elements} of {of} rows the values divided by that root"
+        which = f"In {elements} of {of} rows the values divided by it, or its root,"
     yield Found(
         (_Norm.INFINITE, _Norm.ZERO, _Norm.ELSEWHERE.when(others)),
         {
             "elements": elements,
             "of": of,
-            "operator": first.operator,
+            "operator": operator,
             "modules": [each.name for each in found],
         },
-        {"module": module_named(first.name), "which": which, "others": " and in ".join(map(module_named, others))},
-        _Norm.IN_FP32,
-        _Norm.WIDE,
+        {
+            "module": module_named(first.name),
+            "line": bracketed("".join(first.names[1:2])),
+            "dtype": dtype,
+            "which": which,
+            "others": " and in ".join(map(module_named, others)),
+        },
+        _Norm.TOTAL_IN_FP32.when(of == 1) or _Norm.IN_FP32,
+        _Norm.WIDE_TOTAL.when(of == 1) or _Norm.WIDE,
         layer=first.name,
         step=first.step,
     )
@@ -372,13 +273,13 @@ def _router_ties(case: Case) -> Iterator[Found]:
 
 FAULTS = (
     Fault("statistics-broken", "warning", _statistics_broken, (_Running,)),
-    Fault("loss-in-16-bits", "warning", _loss_in_16_bits, (_Loss,), OF_FORWARD),
     Fault(
         "norm-overflows",
         "error",
         _norm_overflows,
         (_Norm,),
         ("initial-scale-too-high", "scale-too-high", "gradients-all-zero", "non-finite-event"),
+        is_of_every_step=True,
     ),
     Fault(
         "positions-collapse",

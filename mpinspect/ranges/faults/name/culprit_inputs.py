@@ -126,7 +126,7 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
     for measured in case.recorded(Examined):
         event = _event_at(case, measured.step)
         of_targets = _is_of_targets(measured, event)
-        if not of_targets and not isinstance(measured, ExaminedBatch):
+        if not of_targets and (not isinstance(measured, ExaminedBatch) or _is_batch_rounded(case)):
             continue
         if event is not None and event.rank != measured.rank:
             # Another rank may have made it first and sent it to this one.
@@ -143,6 +143,12 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
             is_inferred=isinstance(measured, ExaminedDifference),
         )
         return
+
+
+def _is_batch_rounded(case: Case) -> bool:
+    """Return whether a step computed twice shows that the loop's own code in 16 bits made the batch infinite."""
+    steps = {born.step for born in case.recorded(BornInfinite) if not born.name and born.names[2] == "forward"}
+    return any(event.given for event in case.events if event.step in steps)
 
 
 def _is_of_targets(measured: Examined, event: Event | None) -> bool:
@@ -266,7 +272,7 @@ class _ArgumentCode(Sentences):
     CLASS_WEIGHTS = "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out"
     ROUNDED_DIFFERENCE = (
         "with torch.autocast(device_type, enabled=False):\n"
-        "    distances = torch.cdist(a.float(), b.float())  # for |a|^2 + |b|^2 - 2 ab"
+        "    difference = a.float() - b.float()  # for |a|^2 + |b|^2 - 2 ab: torch.cdist(a.float(), b.float())"
     )
     LOG_SOFTMAX = "log_probabilities = torch.log_softmax(logits, -1)"
     LOG = "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"
@@ -281,13 +287,15 @@ class _ArgumentCode(Sentences):
     ATANH = "x.clamp(-1 + 1e-6, 1 - 1e-6).atanh()"
 
 
+#: Words of an examined argument whose origin is not known.
+CONSTANT = "with a constant"
 #: The remedy for each word that the operation's description may contain; the first one that it contains counts.
 _REMEDIES = {
     "rounded to 16 bits": (_Argument.ROUNDED_DIFFERENCE, _ArgumentCode.ROUNDED_DIFFERENCE),
     "ignored": (_Argument.COUNT_TARGETS, _ArgumentCode.COUNT_TARGETS),
     "CTC": (_Argument.CTC, _ArgumentCode.CTC),
     "of an infinity": (_Argument.MASK_LAST, _ArgumentCode.MASK_LAST),
-    "with a constant": (_Argument.CONSTANT, _ArgumentCode.CONSTANT),
+    CONSTANT: (_Argument.CONSTANT, _ArgumentCode.CONSTANT),
     "with a weight": (_Argument.CLASS_WEIGHTS, _ArgumentCode.CLASS_WEIGHTS),
     "of a softmax": (_Argument.LOG_SOFTMAX, _ArgumentCode.LOG_SOFTMAX),
     "logarithm": (_Argument.AT_AN_EDGE, _ArgumentCode.LOG),
@@ -310,6 +318,8 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
     forward; its gradient is not.
     """
     for measured in case.recorded(ExaminedArgument):
+        if CONSTANT in measured.text and _is_origin_known(case):
+            return
         event = _event_at(case, measured.step)
         fix, code = next(
             (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
@@ -345,6 +355,12 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             is_mild=event is None,
         )
         return
+
+
+def _is_origin_known(case: Case) -> bool:
+    """Return whether a step computed twice shows the operator that made a forward's first infinity or NaN."""
+    broken = (*case.recorded(BornInfinite), *case.recorded(BrokenAlike))
+    return any(record.names[2] == "forward" for record in broken)
 
 
 #: Words of an operation's description, by the name of the operator that a second computation records.

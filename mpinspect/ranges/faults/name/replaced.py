@@ -1,14 +1,15 @@
-"""Infinities and NaNs in gradients that pass by the scaler's check: replaced by finite values, or written into weights."""
+"""Infinities and NaNs in gradients that pass by the scaler's check: replaced by finite values, written into weights, or used."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.faults.name.case import Case, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.ranges.records import BrokenWeights, ReplacedBeforeStep, WrittenByLoop
+from mpinspect.ranges.records import BrokenWeights, ReplacedBeforeStep, SteppedWhileScaled, WrittenByLoop
 from mpinspect.ranges.session import END, SKIPPED, Event, TensorKey, TensorWindow
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled, with_power
@@ -124,6 +125,38 @@ def _broken_by_loop(case: Case) -> Iterator[Found]:
     )
 
 
+class _Unguarded(Sentences):
+    STEPPED = (
+        "In step {step} the gradients overflowed at the loss scale {loss_scale:scale}, and the optimizer stepped on them. The "
+        "loss is scaled by a GradScaler, which skips only the steps that it takes itself: unscale_ divides and skips nothing."
+    )
+    LET_THE_SCALER_STEP = "Replace optimizer.step() by scaler.step(optimizer), which skips the step after an overflow."
+    SCALER_STEPS = "scaler.unscale_(optimizer)  # before clipping\nscaler.step(optimizer)\nscaler.update()"
+
+
+def _step_unguarded(case: Case) -> Iterator[Found]:
+    """A step on gradients that overflowed at a GradScaler's scale, which its step would have skipped.
+
+    False alarms: That the loop calls the optimizer's step itself is inferred: the scaler is enabled, and the weights broke.
+    """
+    if not case.scalers or case.has(SteppedWhileScaled):
+        return
+    taken = (event for event in _taken(case) if event.forward_finite and (event.loss_scale or 1) > 1)
+    first = next((event for event in taken if event.value == "inf"), None)
+    if first is None or survived(first, case.session) or not case.has(BrokenWeights):
+        return
+    yield Found(
+        _Unguarded.STEPPED,
+        {"loss_scale": first.loss_scale},
+        {},
+        _Unguarded.LET_THE_SCALER_STEP,
+        _Unguarded.SCALER_STEPS,
+        layer=first.module,
+        is_inferred=True,
+        step=first.step,
+    )
+
+
 def replaced(case: Case) -> list[str]:
     """Return the weights whose gradients held infinities or NaNs that were made finite before the optimizer's step."""
     measured = [name for found in case.recorded(ReplacedBeforeStep) for name in found.names]
@@ -177,13 +210,15 @@ def _remedy(case: Case) -> tuple[_Replaced, _Replaced | tuple[()], dict[str, Any
     return _Replaced.REPAIR_OR_SKIP, _Replaced.SKIP, words
 
 
+_OF_BROKEN_WEIGHTS = ("breaks-in-fp32-too", "overflow-in-operator", "scale-falls-for-forward", "non-finite-event")
 FAULTS = (
+    Fault("weights-broken-by-loop", "error", _broken_by_loop, (_Broken,), _OF_BROKEN_WEIGHTS, is_of_every_step=True),
     Fault(
-        "weights-broken-by-loop",
+        "scaler-step-missing",
         "error",
-        _broken_by_loop,
-        (_Broken,),
-        ("breaks-in-fp32-too", "overflow-in-operator", "scale-falls-for-forward", "non-finite-event"),
+        _step_unguarded,
+        (_Unguarded,),
+        (*_OF_BROKEN_WEIGHTS, "gradients-clipped-to-zero", "scaler-shared"),
         is_of_every_step=True,
     ),
     Fault("gradients-replaced", "error", _gradients_replaced, (_Replaced,)),

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
-from mpinspect.ranges.faults.name.case import Case, quoted
-from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
+from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
+from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
-    Average,
     BornInfinite,
     BrokenAlike,
     ChangedChoices,
@@ -21,9 +21,7 @@ from mpinspect.ranges.records import (
     FrozenBuffer,
     GrowingSum,
     LostSum,
-    OverflowedNorm,
     Record,
-    WholeLoss,
 )
 from mpinspect.ranges.session import Event, module_named
 from mpinspect.reporting.sentences import Said, Sentences
@@ -125,6 +123,7 @@ class _Born(Sentences):
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
     PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
     BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
+    STAY_IN_FP32 = "Leave this value in FP32, or bound it first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
     MASK_OF_THE_DTYPE = (
@@ -136,6 +135,7 @@ class _Born(Sentences):
 
 _SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "linalg_vector_norm", "norm")
 _PRODUCTS = ("mul", "pow")
+_CASTS = ("_to_copy", "copy_")
 #: Operators that are infinite at zero.
 _AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
@@ -149,11 +149,12 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
-    born = next((each for each in case.recorded(BornInfinite) if _is_of_precision(each, case)), None)
-    if born is None or case.has(OverflowedNorm) or any(loss.overflowed for loss in case.recorded(WholeLoss)):
-        # Another fault names this operation already.
+    norms = {norm.step for norm in overflowed_norms(case)}
+    found = (each for each in case.recorded(BornInfinite) if _is_of_precision(each, case) and each.step not in norms)
+    born = next(found, None)
+    if born is None:
         return
-    if born.largest and case.has(ExaminedArgument):
+    if born.largest and any(CONSTANT not in each.text for each in case.recorded(ExaminedArgument)):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
     fix, code = _remedy(born)
@@ -189,6 +190,8 @@ def _remedy(born: BornInfinite) -> tuple[Said, Said]:
         return _Born.BOUND_EXP, _Born.CAST
     if born.largest >= _LARGEST_OF_FP32:
         return _Born.MASK_OF_THE_DTYPE, _Born.FINFO
+    if operator in _CASTS:
+        return _Born.STAY_IN_FP32, ()
     is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
     return (_Born.OPERATOR_IN_FP32, _Born.EPSILON.when(is_epsilon)), _Born.CAST
 
@@ -203,10 +206,6 @@ def _beginning(found: Record, first: Event | None) -> tuple[bool, str, int]:
     if first is not None and first.step < found.step:
         return True, first.module, first.step
     return False, found.name, found.step
-
-
-#: Words of an examined argument whose origin is not known.
-_CONSTANT = "with a constant"
 
 
 class _Alike(Sentences):
@@ -229,7 +228,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     False alarms: It is measured. It is information if no forward of the run was infinite or NaN.
     """
     examined = case.recorded(ExaminedArgument)
-    if case.has(OverflowedNorm) or any(_CONSTANT not in each.text for each in examined):
+    if overflowed_norms(case) or any(CONSTANT not in each.text for each in examined):
         # Another fault names these inputs already.
         return
     broken = [event for event in case.events if event.forward_finite is False]
@@ -358,9 +357,6 @@ def _sum_stops(case: Case) -> Iterator[Found]:
     """
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
-        if not buffer and case.has(Average):
-            # Another fault names this average already.
-            continue
         changes = _SCALING.get(frozen.names[0].strip("_"), "additions")
         is_scaled = changes not in ("additions", "interpolations")
         fix, code = _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.IN_FP32, _Kept.REGISTER.when(buffer) or _Kept.CAST
@@ -403,14 +399,17 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
-    False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it.
+    False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it,
+    unless it is a difference in 16 bits in code outside of modules, as of a loss.
     """
     first = _first_event(case)
     for cancelled in _by_place(case.recorded(AmplifiedError), "after"):
         is_difference = cancelled.names[0].rstrip("_") in ("add", "sub", "rsub")
         also, words = _gradients(cancelled)
         born = _born_from(cancelled, case)
-        is_mild, step = also is None and born is None, cancelled.step
+        # The loss's own difference is reported as a value, too, and its remedy is simple.
+        is_of_loss = not cancelled.name and is_difference and cancelled.text in SIGNIFICAND_BITS
+        is_mild, step = also is None and born is None and not is_of_loss, cancelled.step
         if born is not None:
             place = _place(born)
             words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}

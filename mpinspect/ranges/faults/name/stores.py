@@ -1,4 +1,4 @@
-"""Faults of sums kept in 16 bits: weights, optimizer states, averages, accumulated gradients."""
+"""Faults of sums kept in 16 bits: weights, optimizer states, accumulated gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
-from mpinspect.ranges.records import Accumulation, Average, MastersOverwritten, MastersStale
+from mpinspect.ranges.records import Accumulation, FlushedState, MastersOverwritten, MastersStale, WeightGrowth
 from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import by_number, filled, number_of
@@ -206,6 +206,40 @@ def _moments_cannot_decay(case: Case) -> Iterator[Found]:
                 yield from _moment(optimizer, state, dtype)
 
 
+class _Flushed(Sentences):
+    SQUARES = (
+        "In step {step}{again} {flushed:percent} of the elements of {optimizer}'s state {state!r} were zero in FP16, where the "
+        "gradient was not. It has no negative elements, as averages of squared gradients have none: FP16 flushes a square's "
+        "share below 3e-8, and the step is divided by eps alone."
+    )
+    EXPLODED = "The weights grew to {ratio:.2g} times their norm at the start."
+    FP32_STATE = "Let {optimizer} keep {state} in FP32."
+
+
+def _moments_flushed(case: Case) -> Iterator[Found]:
+    """An optimizer's average of squared gradients in FP16 whose elements are flushed.
+
+    False alarms: That it is an average of squares is inferred from its signs; it is an error only if the weights exploded. An
+    epsilon that is zero too has a finding of its own.
+    """
+    found = [each for each in case.recorded(FlushedState) if each.flushed >= _LOST_TOLERANCE]
+    owners = {state: each for each in case.precision.optimizers for state in each.states}
+    if not found or found[0].text not in owners or (found[0].text in SQUARES and any(_epsilon_zero(case))):
+        return
+    state, optimizer = found[0].text, owners[found[0].text]
+    growth = next(case.recorded(WeightGrowth), None)
+    yield Found.of(
+        case,
+        [each for each in found if each.text == state],
+        (_Flushed.SQUARES, _Flushed.EXPLODED.when(growth)),
+        _Flushed.FP32_STATE,
+        _Moments.STATE,
+        words={"optimizer": optimizer.type, "state": state, "ratio": growth and growth.ratio},
+        is_grave=growth is not None,
+        is_inferred=True,
+    )
+
+
 def _rounding_to_nearest(case: Case) -> Iterator[OptimizerRecord]:
     """Yield the optimizers whose step draws no random numbers."""
     return (optimizer for optimizer in case.precision.optimizers if not optimizer.draws_random)
@@ -324,6 +358,12 @@ class _Masters(Sentences):
         "After step {step}{again} the masters were overwritten with the weights: {changed:percent} of their elements were "
         "rounded to the weights' dtype, which loses the updates that are smaller."
     )
+    BY_A_COPY = (
+        "After step {step}{again} the FP32 weights of {modules} were overwritten with values of a copy in {dtype:format}, which "
+        "loses the updates that are smaller."
+    )
+    FP32_COPY = "Keep copies of weights that are written back (a stash, a checkpoint, a broadcast) in FP32."
+    STASH = "stash = [parameter.detach().clone() for parameter in model.parameters()]"
     ONE_WAY = (
         "Copy only from the masters to the weights, and save and load the masters with a checkpoint: they are the weights of "
         "the training."
@@ -343,12 +383,18 @@ class _Masters(Sentences):
 
 
 def _masters_overwritten(case: Case) -> Iterator[Found]:
-    """FP32 masters that are set to the 16-bit weights again, as after an evaluation or a reload.
+    """FP32 masters that are set to the 16-bit weights again, or FP32 weights to a 16-bit copy, as after an evaluation.
 
     False alarms: A loop that loads other weights on purpose, and sets the masters to them, is reported if it does so between two
-    measured steps.
+    measured steps. That a copy overwrote FP32 weights is concluded from their values; a single time is information.
     """
-    if found := list(case.recorded(MastersOverwritten)):
+    every = list(case.recorded(MastersOverwritten))
+    if found := [each for each in every if each.text]:
+        says, fix, code = _Masters.BY_A_COPY, _Masters.FP32_COPY, _Masters.STASH
+        severity = "" if len(found) > 1 else "info"
+        words = {"dtype": found[0].text}
+        yield Found.of(case, found, says, fix, code, words=words, severity=severity, is_inferred=True)
+    if found := [each for each in every if not each.text]:
         evidence = {"parameters": len(found[0].names)}
         yield Found.of(case, found, _Masters.OVERWRITTEN, _Masters.ONE_WAY, _Masters.SAVE, evidence=evidence)
 
@@ -362,41 +408,7 @@ def _masters_stale(case: Case) -> Iterator[Found]:
         yield Found.of(case, found, _Masters.STALE, _Masters.MAKE_AFTER_LOADING, _Masters.SET_TO_WEIGHTS)
 
 
-# -- averages and accumulated gradients ---------------------------------------------------------------------------------
-
-
-class _Average(Sentences):
-    STUCK = (
-        "The {dtype:format} {copies} of {copies_of:some 2} {were} written in place, yet {unmoved_fraction:percent} of the "
-        "elements that differ from the weights have not moved since step {since}, when the watch began: each update was below "
-        "half a unit in the last place."
-    )
-    IN_FP32 = "Keep averages (EMA, SWA) of weights in FP32."
-    WIDE = (
-        "averages = [p.detach().float().clone() for p in model.parameters()]\n"
-        "# as a whole model: average = copy.deepcopy(model).float()"
-    )
-
-
-def _average_lost(case: Case) -> Iterator[Found]:
-    """A 16-bit copy of the weights that is written and does not follow them.
-
-    False alarms: An average that has caught up with its weights moves little, so only elements that differ from the weights
-    count.
-    """
-    for measured in case.recorded(Average):
-        yield Found(
-            _Average.STUCK,
-            {"dtype": measured.text, "copies_of": list(measured.names), **measured.figures},
-            {
-                "since": measured.step,
-                "copies": by_number(measured.tensors, "copy", "copies"),
-                "were": by_number(measured.tensors, "was", "were"),
-            },
-            _Average.IN_FP32,
-            _Average.WIDE,
-            layer=measured.name,
-        )
+# -- accumulated gradients ---------------------------------------------------------------------------------
 
 
 class _Accumulation(Sentences):
@@ -443,10 +455,16 @@ def _accumulation_lost(case: Case) -> Iterator[Found]:
 
 FAULTS = (
     Fault("epsilon-zero", "warning", _epsilon_zero, (_Epsilon, FP32Weights), ("non-finite-event",)),
+    Fault(
+        "moments-flushed",
+        "warning",
+        _moments_flushed,
+        (_Flushed, _Moments),
+        ("weights-exploded", "training-diverged", "non-finite-event"),
+    ),
     Fault("masters-overwritten", "error", _masters_overwritten, (_Masters,)),
     Fault("masters-stale", "error", _masters_stale, (_Masters,)),
     Fault("updates-lost", "warning", _updates_lost, (_Updates, FP32Weights)),
-    Fault("average-lost", "warning", _average_lost, (_Average,)),
     Fault("accumulation-lost", "warning", _accumulation_lost, (_Accumulation, FP32Weights)),
     Fault("moments-cannot-decay", "warning", _moments_cannot_decay, (_Moments, FP32Weights)),
     Fault("weight-decay-lost", "warning", _weight_decay_lost, (_Decay, FP32Weights)),

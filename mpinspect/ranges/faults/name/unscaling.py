@@ -45,18 +45,34 @@ class _Unscale(Sentences):
         "loss scale{of_scale}: the result was {factor:.2g} times as large. The limit was meant for the true gradients, smaller "
         "by that scale."
     )
+    PARTLY = (
+        "In step {step}{again} all gradients were clipped together, those of {modules} while they were still multiplied by the "
+        "loss scale{of_scale} and the others unscaled: the norm is almost that of the scaled ones, and the factor of "
+        "{factor:.2g} is far too small for the others."
+    )
     STEPPED = (
         "In step {step} the optimizer stepped with gradients that were still multiplied by the loss scale{of_scale}: "
         "scaler.scale() was called, and neither scaler.step() nor scaler.unscale_()."
     )
+    DIVIDED_EARLY = (
+        "In step {step}{again} the optimizer stepped with gradients that were still multiplied by the loss scale{of_scale}: "
+        "scaler.unscale_() was called before the last micro-batch's backward, and scaler.step() divides once. The micro-batches "
+        "before that call count for nothing beside the later ones."
+    )
     UNSCALE_FIRST = "Unscale before clipping or reading gradients."
+    UNSCALE_ALL = "Unscale the gradients of every optimizer before clipping them together."
     LET_SCALER_STEP = (
         "Let the scaler step the optimizer: it divides by the scale first, and skips a step that overflowed."
     )
+    AFTER_LAST_BACKWARD = "Unscale, clip and read gradients after the last micro-batch's backward."
     CLIP_NORM = (
         "scaler.unscale_(optimizer)\n"
         "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
         "scaler.step(optimizer)"
+    )
+    CLIP_ALL = (
+        "for each in (optimizer, other_optimizer):\n    scaler.unscale_(each)\n"
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
     )
     CLIP_VALUE = (
         "scaler.unscale_(optimizer)\n"
@@ -77,15 +93,20 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
     scales = {change.scale for change in case.progress.scales}
     is_scaled = not scales <= {1.0, None}
     if changed and is_scaled and not _is_divided_by_hand(case, changed) and not _is_average(changed):
-        says, code = _Unscale.CHANGED, _Unscale.CLIP_VALUE
+        says, fix, code = _Unscale.CHANGED, _Unscale.UNSCALE_FIRST, _Unscale.CLIP_VALUE
         if changed[0].is_uniform:
             says, code = _Unscale.CLIPPED, _Unscale.CLIP_NORM
+        if any(_are_clipped_together(changed[0], others) for others in case.recorded(ChangedBeforeStep)):
+            says, fix, code = _Unscale.PARTLY, _Unscale.UNSCALE_ALL, _Unscale.CLIP_ALL
         scale = case.progress.scale_at(changed[0].step)
-        yield Found.of(case, changed, says, _Unscale.UNSCALE_FIRST, code, evidence={"loss_scale": scale})
+        yield Found.of(case, changed, says, fix, code, evidence={"loss_scale": scale})
     for stepped in case.recorded(SteppedWhileScaled):
         scale = case.progress.scale_at(stepped.step)
-        if scale and scale > 1 and stepped.factor * scale > _UNSCALED_BY_HAND:
-            says, fix, code = _Unscale.STEPPED, _Unscale.LET_SCALER_STEP, _Unscale.SCALER_STEP
+        says, fix, code = _Unscale.STEPPED, _Unscale.LET_SCALER_STEP, _Unscale.SCALER_STEP
+        if stepped.divided_early:
+            says, fix, code = _Unscale.DIVIDED_EARLY, _Unscale.AFTER_LAST_BACKWARD, _Unscale.CLIP_NORM
+        # A clip hides by how much gradients are too large, and nobody divides by hand what a scaler divides.
+        if scale and scale > 1 and (stepped.divided_early or stepped.factor * scale > _UNSCALED_BY_HAND):
             yield Found.of(case, [stepped], says, fix, code, evidence={"loss_scale": scale}, is_grave=True)
             return
     if not changed:
@@ -95,6 +116,12 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
 def _changed(case: Case) -> list[ChangedWhileScaled]:
     """Return the measured changes of gradients before they were unscaled."""
     return [each for each in case.recorded(ChangedWhileScaled) if not math.isnan(each.factor)]
+
+
+def _are_clipped_together(scaled: ChangedWhileScaled, unscaled: ChangedBeforeStep) -> bool:
+    """Return whether other gradients were multiplied by the same factor in the same step after they had been unscaled."""
+    are_others = scaled.step == unscaled.step and not set(scaled.names) & set(unscaled.names)
+    return are_others and math.isclose(scaled.factor, unscaled.factor, rel_tol=0.01)
 
 
 class _Limit(Sentences):
@@ -162,7 +189,8 @@ def _unscaled_too_often(case: Case) -> Iterator[Found]:
         if found:
             scale = case.progress.scale_at(found[0].step)
             if scale is None or scale > 1:
-                layer = found[0].name * (says is not _TooOften.BY_HAND)
+                # The others are about all of an optimizer's gradients.
+                layer = found[0].name * (says is _TooOften.NEVER_SCALED)
                 yield Found.of(case, found, says, fix, code, evidence={"loss_scale": scale}, layer=layer)
             return
 
@@ -286,6 +314,8 @@ class _InHalf(Sentences):
 
 def _divided_in_float16(case: Case) -> Iterator[Found]:
     """FP16 gradients that the loop divides in FP16, so that elements become zero.
+
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: It is measured, from 1% of the non-zero elements on. It is a warning below half of them.
     """
@@ -438,7 +468,14 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
 
 FAULTS = (
     Fault("divided-by-another-scale", "error", _divided_by_another_scale, (_OtherScale,)),
-    Fault("divided-in-float16", "warning", _divided_in_float16, (_InHalf,), ("gradients-zeroed", "gradients-all-zero")),
+    Fault(
+        "divided-in-float16",
+        "warning",
+        _divided_in_float16,
+        (_InHalf,),
+        ("gradients-zeroed", "gradients-all-zero"),
+        is_of_every_step=True,
+    ),
     Fault("asked-gradients-flushed", "warning", _asked_gradients_flushed, (_Asked,)),
     Fault("unscale-missing", "warning", _unscale_missing, (_Unscale, _Limit)),
     Fault("unscaled-too-often", "error", _unscaled_too_often, (_TooOften,)),

@@ -19,7 +19,7 @@ const NEGLIGIBLE = 0.001;
 const COLUMNS = [
   { name: "model", words: "layer", meaning: "", width: 0 },
   { name: "", words: "map", meaning: "", width: 0 },
-  { name: "flushed", words: "flushed", meaning: "share of the non-zero elements that round to zero in this format; ~, none seen: zeros may have been values, too", width: 76 },
+  { name: "flushed", words: "flushed", meaning: "share of the non-zero elements that round to zero in this format; ~, 0% seen: zeros may have been values, too", width: 76 },
   { name: "subnormal", words: "subnormal", meaning: "survives with fewer bits", width: 90, isWide: true },
   { name: "overflow", words: "overflow", meaning: "beyond the format's largest value", width: 74 },
   { name: "broken", words: "inf, NaN", meaning: "infinities and NaNs counted", width: 92 },
@@ -36,7 +36,7 @@ export function columnsOf({ storages, data }) {
 /** A share of the visible values in words, as in every report. @param {number} lost @param {number} hidden the share that zeros can be of all values */
 function partial(lost, hidden) {
   if (lost) return `~${percent(lost)}`;
-  return hidden <= NEGLIGIBLE ? `<${percent(NEGLIGIBLE)}` : "none seen";
+  return hidden <= NEGLIGIBLE ? `<${percent(NEGLIGIBLE)}` : "0% seen";
 }
 
 /** The cells of what the format does to a layer, each with its tone. @param {any} layer @param {any} found @param {string} broken the tone of infinities and NaNs @returns {[string, string][]} */

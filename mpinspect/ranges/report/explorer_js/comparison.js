@@ -12,6 +12,8 @@ import { numberOf, percent } from "./words.js";
 
 /** Most rows, pixels of a row at least and at most, and of the columns of figures with the table's borders. */
 const [MOST, LEAST, TALLEST, FIGURES] = [200, 24, 200, 176];
+/** Pixels of the culprit's row. */
+const CULPRIT = 40;
 
 /** A tensor of both runs. @typedef {{first: any, second: any, elsewhere: number, from: number | null}} Pair */
 
@@ -27,10 +29,12 @@ export class Comparison {
     this.painters = this.views.map((view) => new Painter(view, root));
     const [first, second] = this.views;
     /** The run whose culprit is marked: B, unless only A has one. */
-    this.broken = !second.data.opening.kind && first.data.opening.kind ? "A" : "B";
-    const { marked, near, row } = (this.broken === "A" ? first : second).data.opening;
-    /** Names of the tensors, and of the module, to blame there. @type {string[]} */
-    this.culprits = row ? [row[0], ...near] : [...marked];
+    this.broken = !second.data.opening.said && first.data.opening.said ? "A" : "B";
+    /** What the map of that run opens with. */
+    this.opening = (this.broken === "A" ? first : second).data.opening;
+    const { marked, near, name } = this.opening;
+    /** Names of the tensors to blame there, or of those that are part of the culprit. @type {Set<string>} */
+    this.culprits = new Set([...marked, ...(name ? near : [])]);
     const kinds = second.kinds.filter((/** @type {any} */ kind) => first.kinds.some((/** @type {any} */ other) => other.name === kind.name));
     const asked = wanted(data[1], "kind");
     const moved = data[1].changes.find((/** @type {any} */ [,,, from]) => from !== null);
@@ -64,6 +68,7 @@ export class Comparison {
     this.root.replaceChildren(element("div", { className: "controls" }, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [label("Steps", this.block), this.steps] : [])), this.said, this.rows,
       element("p", { className: "legend" }, entry("A and B: the darker, the larger the share; the format's edges at each run's own loss scale."), entry("B minus A: up where B has more, down where A has."), entry("A click shows the layer in B.")));
     this.root.classList.add("explorer");
+    this.root.classList.toggle("mild", !this.opening.grave);
     this.kind.addEventListener("change", () => this.change({ kind: this.kind.value }));
     this.format.addEventListener("change", () => this.change({ format: this.views[1].formatNamed(this.format.value) }));
     this.all.addEventListener("change", () => this.draw());
@@ -107,7 +112,7 @@ export class Comparison {
 
   /** Whether a tensor belongs to the culprit. @param {Pair} pair */
   isOfCulprit({ second }) {
-    return this.culprits.some((name) => second.name === name || second.name.startsWith(`${name}.`));
+    return this.culprits.has(second.name);
   }
 
   /** The tensors of the kind shown: those of the culprit, then the most moved. @returns {Pair[]} */
@@ -131,23 +136,37 @@ export class Comparison {
     const all = this.pairs();
     const moved = all.filter((pair) => pair.from !== null);
     const shown = this.all.checked || !moved.length ? all : moved;
-    const words = shown.some((pair) => this.isOfCulprit(pair)) ? `▷: of ${this.culprits[0]}, the culprit in ${this.broken}. ` : "";
-    this.said.textContent = `${words}${all.length - shown.length ? `${numberOf(all.length - shown.length, "tensor")} that did not move ${all.length - shown.length === 1 ? "is" : "are"} hidden. ` : ""}`
+    this.said.textContent = `${all.length - shown.length ? `${numberOf(all.length - shown.length, "tensor")} that did not move ${all.length - shown.length === 1 ? "is" : "are"} hidden. ` : ""}`
       + (shown.length > MOST ? `The ${MOST} that moved most of ${shown.length} are shown.` : moved.length ? "" : "None moved by more than it does by itself; all are shown.");
     this.lay(wide, shown.slice(0, MOST));
     const differences = shown.slice(0, MOST).map((pair) => this.differenceOf(pair));
     const most = Math.max(...differences.map(({ largest }) => largest), 1e-9);
     this.axes.forEach((axis, place) => this.painters[Math.min(place, 1)].axis(axis));
-    this.body.replaceChildren(...shown.slice(0, MOST).map((pair, place) => this.row(pair, differences[place], most)));
+    this.body.replaceChildren(...this.culpritRows(), ...shown.slice(0, MOST).map((pair, place) => this.row(pair, differences[place], most)));
+  }
+
+  /** A row that says what went wrong in one of the runs, and where; none if nothing did. */
+  culpritRows() {
+    const { name, marked, said } = this.opening;
+    if (!said) return [];
+    const place = name || marked[0];
+    return [element("tr", { className: "marked culprit", style: `--row:${CULPRIT}px` }, element("th", { scope: "row", className: "left", title: place }, element("bdi", {}, this.shortened(place))),
+      element("td", { className: "words", colSpan: 5 }, `${this.broken}: ${said}`))];
+  }
+
+  /** The end of a long name. @param {string} name */
+  shortened(name) {
+    const letters = Math.max(Math.floor(((this.names ?? 0) - BESIDE) / LETTER), 6);
+    return name.length > letters ? `…${name.slice(1 - letters)}` : name;
   }
 
   /** Gives all strips one axis and one width. @param {number} wide in pixels @param {Pair[]} shown */
   lay(wide, shown) {
-    const longest = shown.reduce((most, { second }) => Math.max(most, second.name.length), 0);
+    const longest = shown.reduce((most, { second }) => Math.max(most, second.name.length), this.opening.name.length + 2);
     const names = isNarrow() ? 92 : clamp(longest * LETTER + BESIDE, 120, 250);
     const figures = isNarrow() ? 0 : FIGURES;
     const strip = Math.max(Math.floor((wide - names - figures - 16) / 3), 60);
-    const free = this.root.clientHeight - this.rows.offsetTop - 60;
+    const free = this.root.clientHeight - this.rows.offsetTop - 60 - (this.opening.said ? CULPRIT : 0);
     const row = clamp(Math.floor(free / Math.max(shown.length, 1)), LEAST, TALLEST);
     [names, strip, strip, strip, figures / 2, figures / 2].forEach((width, place) => { this.cols[place].style.width = `${width}px`; });
     this.rows.classList.toggle("narrow", !figures);
@@ -161,8 +180,7 @@ export class Comparison {
   /** @param {Pair} pair @param {Difference} difference @param {number} most the largest difference of a share in any row */
   row({ first, second, elsewhere, from }, difference, most) {
     const name = second.name || "(the model itself)";
-    const letters = Math.max(Math.floor(((this.names ?? 0) - BESIDE) / LETTER), 6);
-    const button = element("button", { type: "button", title: name }, element("bdi", {}, name.length > letters ? `…${name.slice(1 - letters)}` : name));
+    const button = element("button", { type: "button", title: name }, element("bdi", {}, this.shortened(name)));
     button.addEventListener("click", () => this.choose(second));
     const canvases = [first, second, null].map(() => element("canvas", { "aria-hidden": "true" }));
     this.painters[0].strip(canvases[0], first);

@@ -16,8 +16,8 @@ const [ROWS, CURVES, HEADER] = [[22, 260], [120, 190], 28];
 const FREE = { row: ROWS[0], curve: 150, more: 0 };
 /** Pixels of a letter and of a row of a narrow page, whose names have two lines. */
 const [NARROW_LETTER, NARROW_ROW] = [6.4, 30];
-/** The curve's share of the height, and most pixels of the time strip beside its own. */
-const [CURVE, MOST_STRIP] = [0.3, 160];
+/** The curve's share of the height, most pixels of a row if none is to blame, and of the time strip beside its own. */
+const [CURVE, MODEST, MOST_STRIP] = [0.3, 64, 280];
 
 /** Widths in pixels. @typedef {{names: number, strip: number, isCompact: boolean}} Widths */
 
@@ -41,11 +41,12 @@ export const letters = (wide) => (isNarrow() ? 2 * Math.floor(wide / NARROW_LETT
 /**
  * The heights of a row and of the curve in a map of fixed height, and of what the time strip gets besides; many rows scroll.
  * @param {number} free pixels for all, 0 on a page that scrolls @param {number} rows @param {number | null} folded height of a folded curve
+ * @param {boolean} isElsewhere whether no row is to blame: the time strip then gets the room
  */
-export function heights(free, rows, folded) {
+export function heights(free, rows, folded, isElsewhere = false) {
   if (!free) return { ...FREE, row: isNarrow() ? NARROW_ROW : FREE.row, curve: folded ?? FREE.curve };
   const curve = folded ?? Math.round(clamp(CURVE * free, CURVES[0], CURVES[1]));
   const room = free - HEADER - curve;
-  const row = clamp(Math.floor(room / Math.max(rows, 1)), ROWS[0], ROWS[1]);
+  const row = clamp(Math.floor(room / Math.max(rows, 1)), ROWS[0], isElsewhere ? MODEST : ROWS[1]);
   return { row, curve, more: clamp(room - rows * row, 0, MOST_STRIP) };
 }

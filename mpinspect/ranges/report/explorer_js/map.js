@@ -58,6 +58,7 @@ export class LayerMap {
     this.root.classList.add("explorer");
     this.root.classList.toggle("mild", !this.view.data.opening.grave);
     this.root.classList.toggle("calm", this.view.isCalm);
+    this.root.classList.toggle("elsewhere", this.view.isElsewhere);
   }
 
   listen() {
@@ -116,7 +117,7 @@ export class LayerMap {
     const rows = table.choose();
     this.measure();
     const given = widths(this.wide, table.visible, view.longest);
-    const { row, curve, more } = heights(this.isPrinted ? 0 : this.free, rows, this.shares.foldedHeight);
+    const { row, curve, more } = heights(this.isPrinted ? 0 : this.free, rows, this.shares.foldedHeight, view.isElsewhere);
     painter.begin(given.names + 1, given.strip, row);
     this.shares.draw(this.wide, curve);
     this.timeline.draw(this.wide, more);

@@ -13,11 +13,11 @@ const MOST_NEAR = 8;
 /** One entry a row: a layer, a group with the member that is worst, or a culprit without a tensor of its own. @param {View} view */
 export function rowsOf(view) {
   const rows = layerRows(view);
-  const { row: culprit, kind, after } = view.data.opening;
+  const { name: culprit, kind, after } = view.data.opening;
   if (!culprit || (kind && kind !== view.state.kind) || view.state.search) return rows;
   const isNear = (/** @type {any} */ { layer, members }) => (members ?? [layer]).some((/** @type {any} */ each) => view.isNear(each));
   const at = after ? rows.findLastIndex(isNear) + 1 : Math.max(rows.findIndex(isNear), 0);
-  return [...rows.slice(0, at), { culprit, stand: view.stand }, ...rows.slice(at)];
+  return [...rows.slice(0, at), { culprit }, ...rows.slice(at)];
 }
 
 /** @param {View} view @returns {any[]} */

@@ -26,7 +26,8 @@ function scaleOf(view) {
   if (!view.isScaled() || !(view.isMoved || view.hasScale)) return `, ${stepsInWords}`;
   const isTheirs = opening.block >= 0 && state.block === opening.block && state.scale === opening.scale;
   if (isTheirs) return ` at loss scale ${scaleInWords(state.scale)}, that of ${stepsInWords}`;
-  const last = `the run's, ${collapsed ? "before it collapsed" : "as last sampled"}${state.scale === own ? "" : `: ${scaleInWords(own)}`}`;
+  const isKnown = data.scales.some((/** @type {[number, number | null]} */ [, value]) => value !== null);
+  const last = !isKnown ? "the run's is not known" : `the run's, ${collapsed ? "before it collapsed" : "as last sampled"}${state.scale === own ? "" : `: ${scaleInWords(own)}`}`;
   return ` at loss scale ${scaleInWords(state.scale)}${view.hasScale ? ` (${last})` : ""}, ${stepsInWords}`;
 }
 

@@ -30,6 +30,8 @@ export class Table {
       element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, ...this.heads)), this.body));
     /** @type {any[]} */
     this.shown = [];
+    /** The column that a narrow page shows. */
+    this.figure = "flushed";
     this.isPrinted = false;
     /** Pixels that are scrolled away and that are seen, 0 where not known: reading them costs a layout of the page. */
     this.top = 0;
@@ -51,7 +53,7 @@ export class Table {
     const meanings = this.columns.filter(({ meaning }) => meaning).map(({ words, meaning }) => `${words}: ${meaning}.`);
     const said = ["A row is a tensor, a column a power of two; the darker (in tall rows also the higher), the larger the share of the non-zero elements.",
       "Hatched on the left: flushed to zero. From there to the dotted line: subnormal. Hatched on the right: overflow.",
-      "■ (an error) or ▲ (a warning): the culprit. ▷: part of a culprit without a tensor of its own, or the nearest to it. ✕ holds infinities, ○ holds NaNs.", ...meanings, "Shares are of what was counted in the sampled steps.",
+      "■ (an error) or ▲ (a warning): the culprit. ▷: part of a culprit without a tensor of its own, or next to it. ✕ holds infinities, ○ holds NaNs.", ...meanings, "Shares are of what was counted in the sampled steps.",
       "Drag the handle of the curve, or the steps below. In the table arrow keys choose a layer; a click opens its own view, Escape closes it."];
     return element("ul", { tabIndex: 0 }, ...said.map((line) => element("li", {}, line)));
   }
@@ -59,7 +61,18 @@ export class Table {
   /** The columns that say something of the kind shown: updates are of parameters. A narrow page has room for one figure. */
   get visible() {
     const isOutput = (this.view.state.kind ?? "").startsWith("activation");
-    return this.columns.slice(0, isNarrow() ? 3 : undefined).filter(({ name }) => name !== "lost" || !isOutput);
+    if (isNarrow()) return this.columns.filter(({ name }, place) => place < 2 || name === this.figure);
+    return this.columns.filter(({ name }) => name !== "lost" || !isOutput);
+  }
+
+  /** The one figure of a narrow page, by the culprit's or all layers': infinities if there are any, else overflows, else what is flushed. */
+  figureOf() {
+    const { view } = this;
+    if (!isNarrow()) return "flushed";
+    const own = view.ofKind.filter((/** @type {any} */ layer) => !view.marked.size || view.isMarked(layer));
+    const found = own.map((/** @type {any} */ layer) => view.figures(layer)).filter(Boolean);
+    if (found.some((/** @type {any} */ { h }) => h.infs + h.nans)) return "broken";
+    return found.some((/** @type {any} */ { high }) => high) ? "overflow" : "flushed";
   }
 
   /** @param {import("./columns.js").ColumnOf} column */
@@ -73,6 +86,7 @@ export class Table {
   /** Takes the rows to show; they are drawn once their size is known. */
   choose() {
     this.shown = rowsOf(this.view);
+    this.figure = this.figureOf();
     return this.shown.length;
   }
 
@@ -81,7 +95,7 @@ export class Table {
     const { sort } = this.view.state;
     const { visible } = this;
     const each = this.columns.map((column, place) => ((column.isWide && isCompact) || !visible.includes(column) ? 0 : [names, strip][place] ?? column.width));
-    const laid = [...each, this.painter.row, this.shown.length].join();
+    const laid = [...each, this.figure, this.painter.row, this.shown.length].join();
     if (laid !== this.laid) this.lay(each, isCompact);
     this.laid = laid;
     this.heads.forEach((head, column) => {
@@ -101,7 +115,10 @@ export class Table {
     this.element.classList.toggle("compact", isCompact);
     this.element.classList.toggle("lossless", this.visible.length < this.columns.length);
     this.element.classList.toggle("narrow", isNarrow());
-    this.cols.forEach((col, place) => { col.style.width = `${each[place]}px`; });
+    this.cols.forEach((col, place) => {
+      col.style.width = `${each[place]}px`;
+      for (const each of [col, this.heads[place]]) each.classList.toggle("figure", this.columns[place].name === this.figure);
+    });
     // Of a wider table the browser would widen the columns, and the strips would leave the curve's axis.
     /** @type {HTMLElement} */ (this.element.firstElementChild).style.width = `${each.reduce((sum, one) => sum + one, 0)}px`;
     this.element.style.setProperty("--row", `${this.painter.row}px`);
@@ -124,8 +141,7 @@ export class Table {
       this.known.set(this.nameOf(row), kept);
       // Rows above and below what is seen are there to be scrolled to, and are drawn then.
       const isSeen = isPrinted || Math.abs(first + offset - top - seen / 2) <= seen / 2 + 1;
-      const layer = row.layer ?? row.stand;
-      if (isSeen && layer && kept.canvas && kept.look !== look) this.painter.strip(kept.canvas, layer);
+      if (isSeen && row.layer && kept.look !== look) this.painter.strip(kept.canvas, row.layer);
       if (isSeen) kept.look = look;
       this.fill(kept, row, first + offset);
       return kept.row;
@@ -148,7 +164,7 @@ export class Table {
 
   /** @param {any} row */
   nameOf(row) {
-    if (row.culprit) return `culprit ${row.stand.kind} ${this.painter.left} ${isNarrow()}`;
+    if (row.culprit) return `culprit ${this.painter.left}`;
     return [row.layer.place, row.inside ?? "", row.members ? this.view.state.open.has(row.group) : "", this.painter.left].join();
   }
 
@@ -158,7 +174,7 @@ export class Table {
 
   /** A row with its name and empty cells. @param {any} row */
   rowOf(row) {
-    if (row.culprit) return this.culpritRow(row.culprit, !isNarrow());
+    if (row.culprit) return this.culpritRow(row.culprit);
     const { layer } = row;
     const canvas = this.canvas();
     const name = row.members ? row.name : layer.name || "(the model itself)";
@@ -171,16 +187,11 @@ export class Table {
     return { row: made, canvas, cells, look: "" };
   }
 
-  /**
-   * The row of a culprit without a tensor of its own.
-   * @param {[string, string, string]} culprit its name, what happened there, and whose values the strip shows
-   * @param {boolean} hasStrip else the words stand in its place
-   */
-  culpritRow([name, words, shown], hasStrip) {
+  /** The row of a culprit without a tensor of its own: words in place of a strip. @param {string} name */
+  culpritRow(name) {
     const head = element("th", { scope: "row", className: "left", title: name }, element("bdi", {}, this.shortened(name, 2)));
-    const canvas = hasStrip ? this.canvas() : null;
-    const said = element("td", { className: `words${canvas ? "" : " map"}`, colSpan: this.columns.length - (canvas ? 2 : 1), title: `${words}; ${shown}` }, element("b", {}, words), canvas ? `; ${shown}` : "");
-    return { row: element("tr", { className: "marked culprit" }, head, ...(canvas ? [element("td", { className: "map" }, canvas)] : []), said), canvas, cells: [], look: "" };
+    const said = element("td", { className: "words", colSpan: this.columns.length - 1 }, this.view.data.opening.said);
+    return { row: element("tr", { className: "marked culprit" }, head, said), cells: [] };
   }
 
   /** The end of a long name, which distinguishes layers; the whole name is the title. @param {string} name @param {number} beside letters that stand before it */
@@ -216,11 +227,17 @@ export class Table {
     // Below a group its marked members stand by themselves.
     row.classList.toggle("marked", !of.members && view.isMarked(layer));
     row.classList.toggle("near", !of.members && view.isNear(layer));
+    // Where a culprit's own figures are as they should be, words say why it is marked.
+    const isSaid = row.classList.contains("marked") && !isNarrow() && cells.every(([, tone]) => !tone || tone === "good");
+    if (isSaid) cells[0] = [view.data.opening.said, "words"];
     cells.forEach(([text, tone], column) => {
       const cell = kept.cells[column];
+      const span = isSaid && !column ? cells.length : 1;
+      if (cell.colSpan !== span) cell.colSpan = span;
+      if (cell.hidden !== (isSaid && column > 0)) cell.hidden = !cell.hidden;
       if (cell.textContent !== text) cell.textContent = text;
       const { isWide, name } = this.columns[column + 2];
-      const named = isWide ? `wide ${tone}` : name === "lost" ? `lost ${tone}` : tone;
+      const named = [isWide ? "wide" : name, tone, name === this.figure ? "figure" : ""].join(" ");
       if (cell.className !== named) cell.className = named;
     });
     if (found) Object.assign(row.dataset, { name: layer.name, flushed: found.flushed, subnormal: found.subnormal, low: found.low, high: found.high, all: found.all });

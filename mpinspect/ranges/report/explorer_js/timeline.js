@@ -1,13 +1,16 @@
 // The loss scale over the steps, with what happened, and below it the lost updates; the scrubber lies below on the same axis.
 // @ts-check
 
-import { align, chart, dragged, ticks, TOP } from "./chart.js";
+import { align, chart, dragged, LEFT, ticks, TOP } from "./chart.js";
 import { element, entry, key, svg } from "./dom.js";
 import { clamp } from "./histogram.js";
+import { LETTER } from "./layout.js";
 import { number, numberOf, power } from "./words.js";
 
 /** Pixels of the height of the strip, and of that of the lost updates. */
 const [HEIGHT, LOST] = [74, 54];
+/** A loss scale that falls by less, in powers of two, stays as it is. */
+const ROUNDING = 0.01;
 
 export class Timeline {
   /** @param {import("./view.js").View} view @param {(changed: any, isFinal?: boolean) => void} change @param {() => void} keep */
@@ -19,9 +22,13 @@ export class Timeline {
     this.whole = element("button", { type: "button" }, "show the whole run");
     this.pictures = element("div", {});
     this.legend = element("figcaption", { className: "legend" });
+    /** The share flushed in each block. @type {(number | null)[]} */
+    this.flushed = [];
+    /** The largest magnitude in each block, where no loss scale is known. @type {(number | null)[]} */
+    this.largest = [];
     const { hasScrubber } = view;
     this.element = element("figure", { className: "steps" },
-      element("div", { className: "controls" }, element("b", {}, "Steps"), this.words, ...(hasScrubber ? [this.whole] : []), this.legend),
+      element("div", { className: "controls" }, element("b", {}, view.lastStep ? `Steps 0 to ${number(view.lastStep)}` : "Step 0"), this.words, ...(hasScrubber ? [this.whole] : []), this.legend),
       this.pictures, ...(hasScrubber ? [this.block] : []));
     /** The step below a pointer; none before the first drawing. @type {(event: MouseEvent) => number} */
     this.under = () => 0;
@@ -62,7 +69,7 @@ export class Timeline {
     slider.classList.toggle("whole", isWhole);
     slider.setAttribute("aria-valuetext", view.stepsInWords);
     this.whole.hidden = isWhole;
-    this.words.textContent = view.stepsInWords;
+    this.words.textContent = `shown: ${view.stepsInWords}`;
     const of = JSON.stringify([wide, more, block, kind, layer, format.name, scale]);
     if (this.pictures.dataset.of !== of) this.drawPictures(wide, HEIGHT + more);
     this.pictures.dataset.of = of;
@@ -81,11 +88,18 @@ export class Timeline {
     const { view } = this;
     const end = Math.max(view.lastStep, 1);
     const across = { ends: /** @type {[number, number]} */ ([0, end]), ticks: ticks(0, end, wide / 90), words: number };
-    const drawn = this.scales(wide, high, across);
+    this.flushed = view.flushedOverSteps();
+    this.largest = this.known.length ? [] : view.largestOverSteps();
+    const drawn = this.main(wide, high, across);
     this.pictures.replaceChildren(drawn.picture);
     this.legend.replaceChildren(...this.legendOf());
     if (view.storages.length) this.drawLost(wide, across);
     this.under = drawn.under;
+  }
+
+  /** Whether anything is flushed in any block. */
+  get hasFlushed() {
+    return this.flushed.some(Boolean);
   }
 
   /** The known loss scales, as powers of two; none of a run that never had one. @returns {number[]} */
@@ -94,24 +108,39 @@ export class Timeline {
     return this.view.data.scales.map((/** @type {[number, number | null]} */ [, value]) => value).filter((/** @type {number | null} */ value) => value !== null);
   }
 
-  /** The changes by which the scale fell. @returns {any[]} */
+  /** The changes by which the scale fell, by more than a rounding. @returns {any[]} */
   get falls() {
     const { scales } = this.view.data;
-    return scales.filter((/** @type {any} */ [, value], /** @type {number} */ place) => place && value !== null && value < (scales[place - 1][1] ?? -Infinity));
+    return scales.filter((/** @type {any} */ [, value], /** @type {number} */ place) => place && value !== null && value < (scales[place - 1][1] ?? -Infinity) - ROUNDING);
   }
 
-  /** @param {number} wide @param {number} high @param {import("./chart.js").Axis} across */
-  scales(wide, high, across) {
+  /** Shades the steps from that on in which the trouble began, and says what began. @param {any} drawn */
+  since({ picture, x, right, bottom }) {
+    const { step, said } = this.view.data.opening;
+    if (step === null) return;
+    const isLeft = x(step) < (right + LEFT) / 2;
+    picture.append(svg("rect", { x: x(step), width: right - x(step), y: TOP, height: bottom - TOP, class: "since" }),
+      svg("line", { x1: x(step), x2: x(step), y1: TOP, y2: bottom, class: "since" }));
+    const room = isLeft ? right - x(step) : x(step) - LEFT;
+    if (said.length * LETTER < room) picture.append(svg("text", { x: x(step) + (isLeft ? 6 : -6), y: bottom - 5, "text-anchor": isLeft ? "start" : "end", class: "since" }, said));
+  }
+
+  /** The loss scale, or the largest magnitude of a run that has none, and what happened. @param {number} wide @param {number} high @param {import("./chart.js").Axis} across */
+  main(wide, high, across) {
     const { data } = this.view;
     const { known } = this;
-    const ends = /** @type {[number, number]} */ (known.length ? [Math.floor(Math.min(...known)) - 1, Math.ceil(Math.max(...known)) + 1] : [0, 1]);
-    const drawn = chart(wide, high, `The loss scale over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps.`,
-      across, { ends, ticks: known.length ? [...new Set([Math.min(...known), Math.max(...known)])] : ends, words: known.length ? power : (share) => `${100 * share}%` });
+    const values = known.length ? known : this.largest.filter((each) => each !== null);
+    const [least, most] = values.length ? [Math.floor(Math.min(...values)), Math.ceil(Math.max(...values))] : [0, 0];
+    const drawn = chart(wide, high, `${known.length ? "The loss scale" : "The largest magnitude"} over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps.`,
+      across, { ends: [least - 1, most + 1], ticks: values.length ? [...new Set([least, most])] : [], words: power });
     const { picture, x, y, bottom } = drawn;
     this.shade(drawn, bottom);
+    this.since(drawn);
     const cross = (/** @type {number} */ at) => `M${at - 4} ${TOP - 2}l8 8m0 -8l-8 8`;
     const ring = (/** @type {number} */ at) => `M${at - 4} ${TOP + 2}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0`;
-    picture.append(svg("path", { d: this.lossPath(drawn), class: "curve lost-share" }), svg("path", { d: this.path(drawn, across.ends[1]), class: "curve scales" }),
+    const share = (/** @type {number} */ each) => bottom - each * (bottom - TOP);
+    picture.append(svg("path", { d: this.hasFlushed ? this.pathOf(this.flushed, x, share) : "", class: "curve lost-share" }),
+      svg("path", { d: this.pathOf(this.largest, x, y), class: "curve largest" }), svg("path", { d: this.path(drawn, across.ends[1]), class: "curve scales" }),
       ...this.falls.map(([step, value]) => svg("path", { d: `M${x(step) - 4} ${y(value) + 4}h8l-4 7z`, class: "fall" }, svg("title", {}, `step ${number(step)}: the scale fell to ${power(value)}`))),
       ...data.events.map((/** @type {any} */ event) => svg("g", { class: "event" },
         svg("title", {}, event.words), svg("line", { x1: x(event.step), x2: x(event.step), y1: TOP + 6, y2: bottom }),
@@ -119,14 +148,11 @@ export class Timeline {
     return drawn;
   }
 
-  /** The share flushed in each block, from 0 at the foot to all at the top. @param {any} drawn */
-  lossPath({ x, bottom }) {
-    const { data } = this.view;
-    return this.view.flushedOverSteps().map((share, block) => {
-      if (share === null) return "";
-      const { first, last } = data.blocks[block];
-      const at = (bottom - share * (bottom - TOP)).toFixed(1);
-      return `${block ? "L" : "M"}${x(first).toFixed(1)} ${at}H${x(last).toFixed(1)}`;
+  /** A line at the figure of each block, over its steps. @param {(number | null)[]} figures @param {(step: number) => number} x @param {(figure: number) => number} y */
+  pathOf(figures, x, y) {
+    return figures.map((figure, block) => {
+      const { first, last } = this.view.data.blocks[block];
+      return figure === null ? "" : `L${x(first).toFixed(1)} ${y(figure).toFixed(1)}H${Math.max(x(last), x(first) + 1).toFixed(1)}`;
     }).join("").replace(/^L/, "M");
   }
 
@@ -150,16 +176,19 @@ export class Timeline {
   }
 
   legendOf() {
-    const { data, state, hasScrubber, stepsInWords } = this.view;
+    const { data, state, hasScrubber, chosen } = this.view;
+    const of = chosen ? "of the chosen layer" : "of the worst layer";
     const has = (/** @type {string} */ value) => data.events.some((/** @type {any} */ event) => event.value === value);
     return [
-      this.known.length ? key("scales", "loss scale") : entry(this.view.hasScale ? "the loss scale is not known" : "no loss scale"),
-      key("lost-share", `flushed, ${this.view.chosen ? "of the chosen layer" : "of the worst layer"} (0 to 100%)`),
+      ...(this.known.length ? [key("scales", "loss scale")] : []),
+      ...(this.view.hasScale && !this.known.length ? [entry("the loss scale is not known")] : []),
+      ...(this.largest.some((each) => each !== null) ? [key("largest", `largest magnitude ${chosen ? of : "of any layer"}`)] : []),
+      ...(this.hasFlushed ? [key("lost-share", `flushed, ${of} (0 to 100%)`)] : []),
       ...(this.falls.length ? [key("fall", "scale fell")] : []),
       ...(data.skipped ? [entry(`${numberOf(data.skipped, "update")} skipped`)] : []),
       ...(has("inf") ? [key("inf", "first infinity of a step")] : []),
       ...(has("nan") ? [key("nan", "first NaN of a step")] : []),
-      ...(state.block < 0 || !hasScrubber ? [] : [key("shown", `shown, ${stepsInWords}`)]),
+      ...(state.block < 0 || !hasScrubber ? [] : [key("shown", "shown")]),
     ];
   }
 
@@ -171,15 +200,7 @@ export class Timeline {
     const drawn = chart(wide, LOST, `Share of the updates lost, ${of}, over the steps.`, across,
       { ends: [0, 1], ticks: [0, 1], words: (part) => `${100 * part}%` });
     this.shade(drawn, drawn.bottom);
-    storages.forEach((storage, place) => {
-      let path = "";
-      data.blocks.forEach((/** @type {any} */ each, /** @type {number} */ block) => {
-        const lost = this.view.lostOf(storage, one, block);
-        if (lost === null) return;
-        path += `${path ? "L" : "M"}${drawn.x(each.first).toFixed(1)} ${drawn.y(lost).toFixed(1)}H${Math.max(drawn.x(each.last), drawn.x(each.first) + 1).toFixed(1)}`;
-      });
-      drawn.picture.append(svg("path", { d: path, class: `curve lost${place}` }));
-    });
+    drawn.picture.append(...storages.map((storage, place) => svg("path", { d: this.pathOf(data.blocks.map((/** @type {any} */ _, /** @type {number} */ block) => this.view.lostOf(storage, one, block)), drawn.x, drawn.y), class: `curve lost${place}` })));
     this.pictures.append(drawn.picture);
     this.legend.append(...storages.map((storage, place) => key(`lost${place}`, `updates lost in ${storage.label}, ${of}${storage.measured ? "" : ", if stored so"}`)));
   }

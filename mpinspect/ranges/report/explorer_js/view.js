@@ -33,14 +33,12 @@ export class View {
     /** Storage formats in which updates are lost: the measured ones first, then the run's own format. @type {any[]} */
     this.storages = Object.entries(data.lost).map(([name, each]) => ({ ...each, rank: 2 * Number(each.measured) + Number(name === data.format) }))
       .sort((one, other) => other.rank - one.rank);
-    this.lastStep = Math.max(data.steps - 1, ...data.blocks.map((/** @type {any} */ each) => each.last), ...data.events.map((/** @type {any} */ each) => each.step));
+    this.lastStep = Math.max(data.steps - 1, data.opening.step ?? 0, ...data.blocks.map((/** @type {any} */ each) => each.last), ...data.events.map((/** @type {any} */ each) => each.step));
     this.hasScrubber = data.blocks.length > 1;
     /** Letters of the longest name. @type {number} */
-    this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, each.name.length), (data.opening.row?.[0].length ?? 0) + 1);
+    this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, each.name.length), data.opening.name.length + 1);
     this.marked = new Set(data.opening.marked);
     this.near = new Set(data.opening.near);
-    /** By kind, what stands in for a culprit of which nothing was counted. @type {Map<string, any>} */
-    this.stands = new Map();
     const [suggestedFormat, suggestedScale] = data.suggested ?? ["", 0];
     this.suggested = { format: this.formatNamed(suggestedFormat), scale: suggestedScale };
     /** @type {any} */
@@ -111,28 +109,21 @@ export class View {
 
   /** Whether nothing is to blame: infinities and losses are then as they should be. */
   get isCalm() {
-    const { kind, row, grave } = this.data.opening;
-    return !kind && !row && !grave;
+    const { kind, name, grave } = this.data.opening;
+    return !kind && !name && !grave;
+  }
+
+  /** Whether something is to blame, but neither a layer nor the loss scale. */
+  get isElsewhere() {
+    const { name, kind, curve } = this.data.opening;
+    return Boolean(name) && !kind && !curve && this.lastStep > 0;
   }
 
   /** The tone of a layer's infinities and NaNs: "dim" where they follow from those of a culprit elsewhere, or ask for no change. @param {any} layer */
   toneOf(layer) {
-    const { kind, grave } = this.data.opening;
-    const isOwn = this.isMarked(layer) || layer === this.stands.get(layer.kind);
-    if (!isOwn && (kind || !grave)) return "dim";
+    const { said, grave } = this.data.opening;
+    if (!this.isMarked(layer) && (said || !grave)) return "dim";
     return grave ? "error" : "warning";
-  }
-
-  /** The counts that the row of a culprit shows of which nothing was counted: those of the layers near it, or of all. @returns {any} */
-  get stand() {
-    const { kind } = this.state;
-    if (!this.stands.has(kind)) {
-      const those = this.ofKind.filter((/** @type {any} */ layer) => !this.near.size || this.isNear(layer));
-      const merged = (/** @type {any[]} */ several) => (several.some(Boolean) ? merge(several.filter(Boolean)) : null);
-      const blocks = this.data.blocks.map((/** @type {any} */ _, /** @type {number} */ block) => merged(those.map((/** @type {any} */ layer) => layer.blocks[block])));
-      this.stands.set(kind, { ...those[0], blocks, whole: merged(those.map((/** @type {any} */ layer) => layer.whole)) });
-    }
-    return this.stands.get(kind);
   }
 
   /** @param {any} layer */
@@ -201,19 +192,28 @@ export class View {
     return all ? seen.reduce((sum, each) => sum + each[0], 0) / all : null;
   }
 
-  /** The largest share that is flushed in any layer, or in the chosen one, in each block; null where nothing was counted. @returns {(number | null)[]} */
-  flushedOverSteps() {
-    const [k, f] = [this.log2Scale, this.state.format];
+  /** The largest figure of any layer, or that of the chosen one, in each block; null where nothing was counted. @param {(h: any) => number} of @returns {(number | null)[]} */
+  overSteps(of) {
     const those = this.chosen ? [this.chosen] : this.ofKind.filter((/** @type {any} */ layer) => !layer.noise);
     return this.data.blocks.map((/** @type {any} */ _, /** @type {number} */ block) => {
-      let most = -1;
+      let most = -Infinity;
       for (const { blocks } of those) {
         const h = blocks[block];
-        const all = h ? nonzero(h) : 0;
-        if (all) most = Math.max(most, flushed(h, f, k) / all);
+        if (h && nonzero(h)) most = Math.max(most, of(h));
       }
-      return most < 0 ? null : most;
+      return most === -Infinity ? null : most;
     });
+  }
+
+  /** The share flushed in each block. */
+  flushedOverSteps() {
+    const [k, f] = [this.log2Scale, this.state.format];
+    return this.overSteps((h) => flushed(h, f, k) / nonzero(h));
+  }
+
+  /** The largest magnitude in each block, as a power of two. */
+  largestOverSteps() {
+    return this.overSteps((h) => h.min + h.counts.length - 1 + Math.log2(h.largest));
   }
 
   /** @param {any} layer */
