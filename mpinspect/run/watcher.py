@@ -105,6 +105,7 @@ class Watcher(Guarded):
         self._patches.listen_last()
         parts = self._made()
         by_hand = any(not each.had_optimizers for each in parts.models.all)
+        self._patches.watch_backwards_ends(by_hand)
         self._patches.watch_backwards(by_hand or not parts.backwards.settled)
 
     # -- called by TorchPatches: these must not raise --------------------------------------------------------------------
@@ -133,7 +134,6 @@ class Watcher(Guarded):
             parts = self._made()
             parts.backwards.begins(tensors)
             parts.models.stop_after_enough_steps(None)
-            parts.one_step.backward_begins()
 
     @guarded
     def gradients_returned(self, outputs: Any, inputs: Any, gradients: Any) -> None:
@@ -145,7 +145,14 @@ class Watcher(Guarded):
             parts = self._made()
             parts.backwards.asked_for(inputs)
             parts.models.stop_after_enough_steps(None)
-            parts.one_step.backward_begins()
+            parts.one_step.backward_ended()
+
+    @guarded
+    def backward_ended(self, tensors: Any, _: None) -> None:
+        """Begin or end the recorded step of a script without optimizers; called when a backward has run."""
+        if self._active and self._parts is not None and not self._known:
+            with self._lock.held():
+                self._parts.one_step.backward_ended()
 
     @guarded
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:

@@ -22,32 +22,34 @@ class Calls:
 
     Args:
         places: the modules that hold the function, each with its name there; missing ones are skipped.
-        after: whether listeners are called after the function has run, with its result as the last argument.
         **arguments: the arguments that listeners receive, by name, with their positions.
     """
 
-    def __init__(self, *places: tuple[Any, str], after: bool = False, **arguments: int) -> None:
+    def __init__(self, *places: tuple[Any, str], **arguments: int) -> None:
         self._places = places
-        self._after = after
         self._arguments = arguments
-        self._listeners: list[Listener] = []
+        #: Each listener, and whether it is called after the function.
+        self._listeners: list[tuple[Listener, bool]] = []
         #: For each place: the module, the name, torch's function and our wrapper.
         self._wrapped: list[tuple[Any, str, Any, Any]] = []
 
-    def listen(self, listener: Listener) -> None:
-        """Call ``listener`` at every call from now on, after the listeners already registered."""
+    def listen(self, listener: Listener, after: bool = False) -> None:
+        """Call ``listener`` at every call from now on, after the listeners already registered.
+
+        Args:
+            after: whether to call it once the function has run, with its result as the last argument.
+        """
         if not self._wrapped:
             for owner, name in self._places:
                 original = getattr(owner, name, None)
                 if original is not None:
                     self._wrapped.append((owner, name, original, self._reporting(original)))
                     setattr(owner, name, self._wrapped[-1][-1])
-        self._listeners.append(listener)
+        self._listeners.append((listener, after))
 
     def unlisten(self, listener: Listener) -> None:
         """Stop calling ``listener``, and restore torch's function if no listener is left."""
-        if listener in self._listeners:
-            self._listeners.remove(listener)
+        self._listeners = [each for each in self._listeners if each[0] != listener]
         if not self._listeners and all(getattr(owner, name) is ours for owner, name, _, ours in self._wrapped):
             while self._wrapped:
                 owner, name, original, _ = self._wrapped.pop()
@@ -58,19 +60,24 @@ class Calls:
         def run(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not self._listeners:
                 return original(*args, **kwargs)
-            result = [original(*args, **kwargs)] if self._after else []
             given = [args[place] if place < len(args) else kwargs.get(name) for name, place in self._arguments.items()]
-            for listener in tuple(self._listeners):
-                listener(*given, *result)
-            return result[0] if self._after else original(*args, **kwargs)
+            listeners = tuple(self._listeners)
+            for listener, after in listeners:
+                if not after:
+                    listener(*given)
+            result = original(*args, **kwargs)
+            for listener, after in listeners:
+                if after:
+                    listener(*given, result)
+            return result
 
         return run
 
 
 #: ``Tensor.backward`` calls this function. Listeners receive the tensors from which the backward starts.
 BACKWARD = Calls((torch.autograd, "backward"), tensors=0)
-#: Listeners receive the outputs, the inputs, and the gradients that were returned.
-GRADIENTS = Calls((torch.autograd, "grad"), after=True, outputs=0, inputs=1)
+#: Listeners receive the outputs and the inputs; after the call, also the gradients that were returned.
+GRADIENTS = Calls((torch.autograd, "grad"), outputs=0, inputs=1)
 #: ``clip_grad_norm_`` calls this function with the norm that it has found. Private; seen in torch 2.13.
 CLIP_WITH_NORM = Calls(
     (clip_grad, "_clip_grads_with_norm_"),

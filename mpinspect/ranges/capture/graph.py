@@ -27,11 +27,6 @@ def numel_of(node: Any) -> int:
         return 0
 
 
-def receivers(node: Any) -> Iterator[Any]:
-    """Yield the nodes that receive a node's gradients."""
-    return (each for each, _ in node.next_functions if each is not None)
-
-
 def walk(starts: Iterable[Any], most: int, follows: Callable[[Any], bool] | None = None) -> Iterator[Any]:
     """Yield at most ``most`` nodes of the graph that leads to ``starts``, each once, the nearest first.
 
@@ -51,6 +46,6 @@ def walk(starts: Iterable[Any], most: int, follows: Callable[[Any], bool] | None
                 queue.append(each)
 
 
-def graph(starts: Iterable[Any], most: int, since: int = -1) -> list[Any]:
-    """Return at most ``most`` nodes of the graph that leads to ``starts``, made after the node ``since``, the nearest first."""
-    return list(walk(starts, most, None if since < 0 else lambda node: node._sequence_nr() > since))
+def graph(starts: Iterable[Any], most: int) -> list[Any]:
+    """Return at most ``most`` nodes of the graph that leads to ``starts``, the nearest first."""
+    return list(walk(starts, most))

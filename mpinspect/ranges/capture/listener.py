@@ -52,7 +52,7 @@ class Listener(Guarded):
         scaler_watch.listen(self)
         BACKWARD.listen(self.backward_called)
         CLIP_WITH_NORM.listen(self.clipping)
-        GRADIENTS.listen(self.gradients_returned)
+        GRADIENTS.listen(self.gradients_returned, after=True)
         AUTOCAST_MADE.listen(self.autocast_made)
         AUTOCAST_CACHE_CLEARED.listen(self.autocast_cache_cleared)
 

@@ -61,11 +61,6 @@ class Call:
                 self._inputs += tensor_list(self._kwargs)
         return self._inputs
 
-    def whole_numbers(self) -> list[torch.Tensor]:
-        """Return the integer tensors that are arguments of the module (not nested inside other arguments)."""
-        given = (*self._args, *self._kwargs.values()) if self._kwargs else tuple(self._args)
-        return [each for each in given if type(each) is torch.Tensor and each.dtype in (torch.int64, torch.int32)]
-
 
 class Backward(NamedTuple):
     """The context that all gradients of one backward share.

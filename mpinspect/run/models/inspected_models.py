@@ -133,8 +133,8 @@ class InspectedModels:
         """Return the model that has all of these parameters, given by id."""
         return next((each for each in self.all if each.holds(parameters)), None)
 
-    def stepped_by(self, optimizer: torch.optim.Optimizer) -> InspectedModel | None:
-        """Return the model that this optimizer steps, if it is attached."""
+    def stepped_by(self, optimizer: torch.optim.Optimizer | None) -> InspectedModel | None:
+        """Return the model that this optimizer steps, or for None one without any, if it is attached."""
         of_it = (each for each in self.all if each.is_stepped_by(optimizer))
         return next((each for each in of_it if each.inspector.attached), None)
 

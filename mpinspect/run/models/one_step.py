@@ -35,7 +35,7 @@ _MOST_WAITED = 8
 
 
 class OneStep(Guarded):
-    """Records everything between the end of one step of an optimizer and the end of its next.
+    """Records everything between the end of one step of an optimizer and the end of its next; without one, of backwards.
 
     Args:
         options: the options of the launch; ``lint`` and ``kernels`` choose the recordings.
@@ -107,22 +107,18 @@ class OneStep(Guarded):
         self._step_ended(optimizer)
 
     @guarded
-    def backward_begins(self) -> None:
-        """Begin or end the recorded step of models that no optimizer steps: from one backward to the next."""
-        if not self._models.are_by_hand or not self._is_its_thread:
-            return
-        self._step_passed()
-        if self._products is not None:
-            self._finish_products("")
-        if self._wants_matmuls or self._wants_second:
-            self._thread = threading.get_ident()
-            self._begin_products()
-
-    @guarded
     def loss_scaled(self, scaler: object, given: object, scaled: object) -> None:
         """Follow the loss scale from here; called when ``scaler.scale(given)`` has returned ``scaled``."""
         if self._powers is not None and self._is_its_thread:
             self._powers.scaled(scaler, given, scaled)
+
+    @guarded
+    def backward_ended(self) -> None:
+        """Begin or end the recorded step after a backward of a script without optimizers: its updates follow."""
+        if self._is_its_thread:
+            self._step_passed()
+            if self._is_needed:
+                self._step_ended(None)
 
     def _step_passed(self) -> None:
         self._choice.passed(self._stepped, self._models.rarer_work())
@@ -168,10 +164,7 @@ class OneStep(Guarded):
             self._too_few("--kernels", "to profile one: 3 are needed, 4 with --lint")
 
     def _too_few(self, option: str, wanted: str) -> None:
-        if self._seen.steps:
-            self._seen.note(f"the script made too few steps for {option} {wanted}")
-        else:
-            self._seen.note(f"{option} needs steps of torch's optimizers, and this script made none")
+        self._seen.note(f"the script made too few steps for {option} {wanted}")
 
     def leave_compiled(self) -> None:
         """Stop recording products and remove the profile's hooks, since a module has just been compiled."""
@@ -190,29 +183,29 @@ class OneStep(Guarded):
         self._products = self._profile = None
         self._wants_matmuls = self._wants_trace = False
 
-    def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+    def _step_ended(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._products is None and self._profile is None:
             self._begin(optimizer)
         elif self._optimizer is None or self._optimizer() in (None, optimizer):
             self._go_on(optimizer)
 
-    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+    def _begin(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._models.stepped_by(optimizer) is None or not self._ends_a_round(optimizer):
             return
-        self._optimizer = weakref.ref(optimizer)
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._thread = threading.get_ident()
         if self._wants_matmuls or self._wants_second:
             self._begin_products()
         elif self._wants_trace:
             self._begin_profile()
 
-    def _ends_a_round(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _ends_a_round(self, optimizer: torch.optim.Optimizer | None) -> bool:
         """Return whether all other optimizers have stepped too, so that the whole step of a GAN is recorded."""
         self._steps[id(optimizer)] += 1
         others = [each for model in self._models.all for each in model.living_optimizers]
         return all(id(each) in self._steps for each in others) or self._steps[id(optimizer)] >= _MOST_WAITED
 
-    def _go_on(self, optimizer: torch.optim.Optimizer) -> None:
+    def _go_on(self, optimizer: torch.optim.Optimizer | None) -> None:
         if self._products is not None:
             self._finish_products("")
             if self._is_needed:

@@ -58,6 +58,7 @@ class TorchPatches:
         optimizer_steps.unlisten(self._listener)
         scaler_watch.unlisten(self._listener)
         self.watch_backwards(False)
+        self.watch_backwards_ends(False)
         while self._replaced:
             _put_back(self._replaced.pop())
 
@@ -65,11 +66,17 @@ class TorchPatches:
         """Start or stop listening to calls of ``backward`` and ``grad``; listening only while needed avoids its cost later."""
         if wanted and not self._watches_backwards:
             BACKWARD.listen(self._listener.backward_begins)
-            GRADIENTS.listen(self._listener.gradients_returned)
+            GRADIENTS.listen(self._listener.gradients_returned, after=True)
         elif not wanted and self._watches_backwards:
             BACKWARD.unlisten(self._listener.backward_begins)
             GRADIENTS.unlisten(self._listener.gradients_returned)
         self._watches_backwards = wanted
+
+    def watch_backwards_ends(self, wanted: bool) -> None:
+        """Start or stop listening to the ends of calls of ``backward``."""
+        BACKWARD.unlisten(self._listener.backward_ended)
+        if wanted:
+            BACKWARD.listen(self._listener.backward_ended, after=True)
 
     def listen_last(self) -> None:
         """Move the listener behind the inspectors, so that it is called last; use after attaching an inspector."""

@@ -93,7 +93,7 @@ def _factor(name: str, value: Any) -> float | None:
         return None
     if not isinstance(value, (torch.Tensor, int, float)):
         return None
-    number = float(value)
+    number = float(value.detach() if isinstance(value, torch.Tensor) else value)
     if name == "mul":
         return number
     return 1 / number if number else None

@@ -26,6 +26,7 @@ from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices
 from mpinspect.ranges.faults.measure.flushed import DividedGradients
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
+from mpinspect.ranges.faults.measure.powers import rows
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.faults.measure.twins import (
     TWIN_DTYPES,
@@ -130,6 +131,8 @@ _FEWEST_ROWS, _LEAST_TIED = 8, 0.01
 _FAR_OFF = 0.5
 #: The inherited error after a difference, and before it.
 _CANCELLED, _UNCANCELLED = 0.3, 0.05
+#: The overloads of single operators, by those of foreach operators.
+_SINGLE = {"Scalar": "Scalar", "List": "Tensor", "Tensor": "Tensor", "ScalarList": "Scalar", "": "default"}
 
 
 class Pending(NamedTuple):
@@ -145,6 +148,7 @@ class Pending(NamedTuple):
         node: the sequence number of its autograd node; None if it has none.
         old: the 16-bit values that an operator of the forward changes in place, before it does; None for other operators.
         frame: its caller's, once it has run.
+        place: among the operators that a foreach operator stands for; None if it is no foreach operator.
     """
 
     func: Any
@@ -157,6 +161,7 @@ class Pending(NamedTuple):
     node: int | None
     old: torch.Tensor | None
     frame: Any = None
+    place: int | None = None
 
 
 class SecondComputation:
@@ -216,19 +221,26 @@ class SecondComputation:
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
-        """Prepare an operator's second run; None if more bits would not change its result, or if it can't be prepared."""
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
+        """Prepare an operator's second run, or those of the operators that a foreach operator stands for.
+
+        Those whose result more bits would not change, or that can't be prepared, are left out.
+        """
         if not isinstance(func, torch._ops.OpOverload):
-            return None
+            return []
         try:
             if self._errors:
                 self._weigh(args)
             if self._choices:
                 self._choices.use(func, _leaves((*args, *kwargs.values())))
-            return self._prepare(func, args, kwargs)
+            rows_of = _rows(func, args)
+            if rows_of is None:
+                return list(filter(None, [self._prepare(func, args, kwargs)]))
+            found = [(place, self._prepare(one, row, kwargs)) for place, (one, row) in enumerate(rows_of)]
+            return [each._replace(place=place) for place, each in found if each is not None]
         except Exception:
             self.skipped[func.overloadpacket.__name__] += 1
-            return None
+            return []
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
         schema = func._schema
@@ -282,8 +294,16 @@ class SecondComputation:
         old = args[0].detach().clone() if is_changed else None
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors), old)
 
-    def after(self, pending: Pending, result: Any, frame: FrameType) -> None:
-        """Run the operator again on the twins of its arguments, and compare the results."""
+    def after(self, pending: Sequence[Pending], result: Any, frame: FrameType) -> None:
+        """Run each operator again on the twins of its arguments, and compare the results."""
+        for each in pending:
+            made = result
+            if each.place is not None:
+                # A foreach operator in place returns nothing.
+                made = result[each.place] if result else each.given[0][0]
+            self._ran(each, made, frame)
+
+    def _ran(self, pending: Pending, result: Any, frame: FrameType) -> None:
         func, pending = pending.func, pending._replace(frame=frame)
         name = func.overloadpacket.__name__
         results = _plain(result)
@@ -904,3 +924,14 @@ def _are_comparable(pending: Pending, value: torch.Tensor) -> bool:
 def _equals_one(total: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
     """Return where a sum equals one of its operands."""
     return (total == operands[0]).logical_or(total == operands[1])
+
+
+def _rows(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """Return the operators and arguments that a foreach operator stands for; None of another."""
+    name = func.overloadpacket.__name__
+    if not name.startswith("_foreach_"):
+        return None
+    single = getattr(getattr(aten, name.removeprefix("_foreach_"), None), _SINGLE.get(func._overloadname, ""), None)
+    if single is None:
+        return None
+    return [(single, row) for row, _ in rows(args, args[0])]

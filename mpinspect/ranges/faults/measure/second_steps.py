@@ -17,7 +17,7 @@ from mpinspect.ranges.capture import optimizer_steps, scalers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import LATER_STEPS, StepChoice, StepClock
 from mpinspect.ranges.capture.weights import RarerWork
-from mpinspect.ranges.faults.measure.powers import PowersOfScale, rows
+from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.runtime.dispatch import doubt, obstacle
 from mpinspect.runtime.guard import Guarded, guarded
@@ -25,10 +25,6 @@ from mpinspect.runtime.hooks import HandleList, ModelHook
 
 #: The first step that an inspector has computed twice: before it, optimizers have no state.
 _EARLY_STEP = 1
-
-
-#: The overloads of single operators, by those of foreach operators.
-_SINGLE = {"Scalar": "Scalar", "List": "Tensor", "Tensor": "Tensor", "ScalarList": "Scalar", "": "default"}
 
 
 class RunningModules:
@@ -118,15 +114,10 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_over or getattr(func, "_schema", None) is None or os.getpid() != self._process:
             return func(*args, **kwargs)
         second = None if self._is_beside_the_step() else self._second
-        calls = [] if second is None else _calls(func, args)
-        pending = [self._attempt(second.before, one, given, kwargs) for one, given in calls] if second else []
+        pending = second and self._attempt(second.before, func, args, kwargs)
         result = func(*args, **kwargs)
-        made = [result]
-        if calls and calls[0][0] is not func:
-            made = result or args[0]
-        for each, one in zip(pending, made, strict=False):
-            if second is not None and each is not None:
-                self._attempt(second.after, each, one, sys._getframe(1))
+        if second is not None and pending:
+            self._attempt(second.after, pending, result, sys._getframe(1))
         if self._powers is not None:
             self._attempt(self._powers.ran, func, args, kwargs, result, sys._getframe(1), self.in_optimizer)
         return result
@@ -146,16 +137,6 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._second = self._powers = None
             self._failed(error)
             return None
-
-
-def _calls(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return the operators and arguments that a foreach operator stands for; of another, its own."""
-    name = func._schema.name.removeprefix("aten::")
-    packet = getattr(torch.ops.aten, name.removeprefix("_foreach_"), None) if name.startswith("_foreach_") else None
-    single = getattr(packet, _SINGLE.get(func._overloadname, ""), None)
-    if single is None:
-        return [(func, args)]
-    return [(single, row) for row, _ in rows(args, args[0])]
 
 
 class SecondSteps(Guarded):
