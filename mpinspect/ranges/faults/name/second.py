@@ -105,11 +105,11 @@ def _gradients(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[_Gra
 
 class _Born(Sentences):
     BEYOND = (
-        "In step {measured}, {operator} in {place} overflows {dtype:format} in {count:count element}: the exact result is "
+        "{when}, {operator} in {place} overflows {dtype:format} in {count:count element}: the exact result is "
         "finite, up to {largest:.3g}, and {dtype:format} ends at {end:g}."
     )
     FROM_ROUNDED_INPUTS = (
-        "In step {measured}, {operator} in {place} is infinite or NaN in {count:count element} in {dtype:format}, and finite in "
+        "{when}, {operator} in {place} is infinite or NaN in {count:count element} in {dtype:format}, and finite in "
         "FP32: an earlier operator had rounded away the value that keeps it finite."
     )
     FIRST = (
@@ -141,19 +141,22 @@ _AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
 
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
-    """An operator whose result in 16 bits is infinite or NaN, where the exact one is finite: of the forward, or of a backward
-    that breaks at loss scales below 2^-8 too.
+    """An operator whose result in 16 bits is infinite or NaN, where the exact one is finite: of the forward, of a backward that
+    breaks at loss scales below 2^-8 too, or of a constant.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
-    infinity or NaN.
+    infinity or NaN; under ``mpinspect run`` also in the code before the first step.
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
     norms = {norm.step for norm in overflowed_norms(case)}
     found = (each for each in case.recorded(BornInfinite) if _is_of_precision(each, case) and each.step not in norms)
-    born = next(found, None)
-    if born is None:
-        return
+    # A constant's infinity may be the cause of one in a step, or harmless.
+    for born in {each.in_set_up: each for each in reversed([*found])}.values():
+        yield from _overflow(born, case)
+
+
+def _overflow(born: BornInfinite, case: Case) -> Iterator[Found]:
     if born.largest and any(CONSTANT not in each.text for each in case.recorded(ExaminedArgument)):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
@@ -162,12 +165,13 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     first = _first_event(case, phase)
     is_later, layer, step = _beginning(born, first)
     began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
+    when = "Before the first step" if born.in_set_up else f"In step {born.step}"
     yield _found(
         born,
         (began.when(is_later), _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS),
         fix,
-        code,
-        {"count": int(born.elements), "first_place": first and first.place},
+        () if born.in_set_up else code,
+        {"count": int(born.elements), "first_place": first and first.place, "when": when},
         layer=layer,
         is_grave=first is not None,
         step=step,
@@ -539,7 +543,7 @@ FAULTS = (
         "warning",
         _overflow_in_operator,
         (_Born,),
-        ("non-finite-event", "argument-out-of-range"),
+        ("breaks-in-fp32-too", "non-finite-event", "argument-out-of-range"),
     ),
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("choices-differ", "warning", _choices_differ, (_Choices,)),
