@@ -310,6 +310,8 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
         is_fault = absorbed.unchanged >= _MOSTLY and not begins_near_zero
         says, fix, code = _Absorbed.NOTHING_CHANGES, _Absorbed.STREAM_IN_FP32, _Absorbed.CAST
         if absorbed.times > 1:
+            # Such a sum has lost most of its terms, although it has changed until it stopped.
+            is_fault = True
             says, fix, code = _Absorbed.SUM_STOPS, _Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32
         yield _found(absorbed, (says, also), fix.when(is_fault), code.when(is_fault), words, is_mild=not is_fault)
 
