@@ -166,7 +166,7 @@ def test_a_finding_without_a_layer_says_that_no_single_layer_is_to_blame():
     given = data(replace(report, findings=(finding,)))["opening"]
     assert (given["kind"], given["marked"], given["near"]) == ("", [], [])
     assert (given["name"], given["said"]) == ("no single layer", "clip-before-unscale, from step 3 on")
-    assert (given["words"], given["curve"]) == ("No tensor below is to blame.", False)
+    assert (given["words"], given["curve"]) == ("The fault lies not in the ranges below.", False)
     # The curve shows a fault of the loss scale.
     given = data(replace(report, findings=(replace(finding, id="scale-too-low"),)))["opening"]
     assert (given["words"], given["curve"]) == ("", True)
