@@ -75,7 +75,7 @@ def blocks_and_exponents(
         count = partial(by_loops.count, row=row)
     else:
         row = fastest.count(values) if exponents else None
-    found = BlockCounts(block)
+    found = BlockCounts(block, tensors=1, shards=int(tuple(whole) != tuple(values.shape)))
     for region, size, is_cut in regions:
         counts = count(region, size, block)
         found += counts.as_cut() if is_cut else counts
@@ -92,6 +92,7 @@ def _count(region: torch.Tensor, size: tuple[int, int], block: tuple[int, int]) 
     elements, broken, tiny = size[0] * size[1], int(is_broken.sum()), int(is_tiny.sum())
     found = BlockCounts(
         block,
+        maxima=_by_exponent(exponent[(peak != 0) & ~(is_broken | is_tiny)]),
         blocks=peak.numel(),
         zero_blocks=int((peak == 0).sum()),
         broken_blocks=broken,
@@ -121,7 +122,10 @@ def _counted(
     is_power = (own_significand == 1)[nonzero]
     over = [int((nonzero & (distance == 0) & (own_significand > cut)).sum()) for cut in CUTS]
     zeros = int((is_counted & (values == 0)).sum())
-    return BlockCounts(block, _rows(slot), _rows(slot[is_power]), (over[0], over[1]), zeros=zeros)
+    elements = _by_exponent(exponent.expand_as(values)[nonzero])
+    return BlockCounts(
+        block, _rows(slot), _rows(slot[is_power]), elements=elements, over=(over[0], over[1]), zeros=zeros
+    )
 
 
 def quantised(tensor: torch.Tensor, quantization: Quantization) -> torch.Tensor:
@@ -361,6 +365,11 @@ def _pieces(blocks: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch
     for start in range(0, length, step):
         size = min(step, length - start)
         yield tuple(each.narrow(dim, start, size) if each.shape[dim] == length else each for each in (blocks, *others))
+
+
+def _by_exponent(exponents: torch.Tensor) -> tuple[int, ...]:
+    """Count exponents from the lowest of a counted block to float32's highest."""
+    return tuple(torch.bincount(exponents - LOWEST_EXPONENT, minlength=128 - LOWEST_EXPONENT).tolist())
 
 
 def _rows(slots: torch.Tensor) -> tuple[tuple[int, ...], ...]:

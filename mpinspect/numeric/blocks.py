@@ -8,12 +8,13 @@ that significand. The formulas are from the OCP MX specification 1.0, sections 5
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.numeric.formats import FloatFormat
-from mpinspect.numeric.recipes import AMAX, FLOAT32_SCALE, FLOOR, RCEIL, Quantization
+from mpinspect.numeric.recipes import AMAX, E4M3_SCALE, FLOOR, RCEIL, Quantization
 
 #: The bins of d: 0 to 62, and everything beyond.
 DISTANCES = 64
@@ -25,9 +26,23 @@ LOWEST_EXPONENT = -112
 _CLASSES = ((1.0, 1.5), (1.5, 1.75), (1.75, 2.0))
 #: Generous bound of the rounding errors of a scale and a product in FP32.
 _FLOAT32_ERROR = 2.0**-20
+#: The largest magnitudes that are no infinities.
+_HIGHEST_EXPONENT = 127
+#: NVFP4's scale of a block before it is rounded to E4M3, in units of E4M3's smallest subnormal 2^-9: limits, and the least and
+#: greatest ratio to the rounded scale between each limit and the one before. Up to a half the scale becomes zero, and the block
+#: with it. Between powers of two below 8 the integers are E4M3's numbers; from 8 on there are eight to a binade.
+_E4M3_RATIOS = (
+    (0.5, 0.0, 0.0),
+    (1.0, 0.5, 1.0),
+    *((2.0 * whole, (whole + 0.5) / (whole + 1), (whole + 0.5) / whole) for whole in (1, 2, 4)),
+    (math.inf, 8.5 / 9, 8.5 / 8),
+)
+#: The scale of the block with the tensor's largest magnitude, 448.
+_LARGEST_SCALE = 448.0 * 2**9
 
 Rows = tuple[tuple[int, ...], ...]
 _NONE: Rows = ((0,) * DISTANCES,) * (len(CUTS) + 1)
+_NO_MAXIMA = (0,) * (_HIGHEST_EXPONENT + 1 - LOWEST_EXPONENT)
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,8 @@ class BlockCounts:
         distances: by class of the block's largest significand m (m <= 1.5, <= 1.75, above), the number of non-zero elements for
             each distance d in powers of two; the last bin has all larger ones. Shape (3, 64).
         powers: the powers of two among ``distances``, shape (3, 64).
+        maxima: by the exponent of their largest magnitude, from -112 to 127, the number of counted blocks. Shape (240,).
+        elements: the number of non-zero elements in these blocks, shape (240,).
         over: the number of elements at d = 0 whose significand exceeds 1.5, and 1.75.
         zeros: number of zeros in the counted blocks.
         blocks: number of blocks, including the following three kinds.
@@ -47,11 +64,15 @@ class BlockCounts:
         tiny_blocks, tiny_elements: blocks with a largest magnitude below 2^-112, and their elements.
         cut_blocks, cut_elements: parts of blocks whose other parts lie on other ranks, and their elements that are not zero. The
             distances of these elements may be larger in the whole block, so the counts give bounds alone.
+        tensors: number of tensors, or parts of one, that were counted.
+        shards: how many of them are shards, whose other parts lie on other ranks. Neither number is compared by ``==``.
     """
 
     block: tuple[int, int]
     distances: Rows = _NONE
     powers: Rows = _NONE
+    maxima: tuple[int, ...] = _NO_MAXIMA
+    elements: tuple[int, ...] = _NO_MAXIMA
     over: tuple[int, int] = (0, 0)
     zeros: int = 0
     blocks: int = 0
@@ -62,6 +83,8 @@ class BlockCounts:
     tiny_elements: int = 0
     cut_blocks: int = 0
     cut_elements: int = 0
+    tensors: int = field(default=0, compare=False)
+    shards: int = field(default=0, compare=False)
 
     def __add__(self, other: BlockCounts) -> BlockCounts:
         """Return the counts of both tensors. Raises ValueError if the blocks have different sizes."""
@@ -71,13 +94,15 @@ class BlockCounts:
             self.block,
             _added(self.distances, other.distances),
             _added(self.powers, other.powers),
+            _sums(self.maxima, other.maxima),
+            _sums(self.elements, other.elements),
             (self.over[0] + other.over[0], self.over[1] + other.over[1]),
             *(getattr(self, name) + getattr(other, name) for name in _NUMBERS),
         )
 
     def as_cut(self) -> BlockCounts:
         """Return the same counts of blocks whose other parts lie on other ranks."""
-        return replace(self, cut_blocks=self.blocks, cut_elements=self.nonzero + self.tiny_elements)
+        return replace(self, cut_blocks=self.blocks, cut_elements=self.nonzero)
 
     @property
     def nonzero(self) -> int:
@@ -122,39 +147,76 @@ class BlockCounts:
         self._require_whole()
         return self.over[CUTS.index(quantization.format.max_significand)]
 
-    def flushed_bounds(self, quantization: Quantization) -> tuple[int, int]:
+    def flushed_bounds(self, quantization: Quantization, largest: float | None = None) -> tuple[int, int]:
         """Return the least and greatest number of elements that a recipe flushes.
 
-        They are equal for power-of-two scales, unless blocks are cut. An FP32 scale maps a block's maximum to the format's
-        largest value, so the distance decides for all but two powers of two.
+        They are equal for power-of-two scales, unless blocks are cut or tiny. An FP32 scale maps a block's maximum to the
+        format's largest value, so the distance decides for all but two powers of two.
+
+        NVFP4's scales depend on the tensor's largest magnitude too: blocks 2^18 below it and lower may be flushed whole. In the
+        counts of one tensor this is the highest of ``maxima``. Counts added over tensors or steps do not have it for each: the
+        upper bound then assumes the highest of all, the lower bound that every block may be its tensor's largest. Adding the
+        bounds of single tensors is closer. Of a shard the upper bound is trivial, all non-zero elements, unless ``largest`` is
+        given.
+
+        Args:
+            largest: the largest finite magnitude of the tensor, if all counts are of parts of one tensor.
 
         Raises:
-            ValueError: the scale depends on more than the block, or the blocks have another size.
+            ValueError: the blocks have another size, the scale depends on earlier steps, or a block exceeds ``largest``.
         """
         if quantization.is_power_of_two:
             flushed = self._flushed(quantization)
-            return flushed, flushed + self.cut_elements
+            return flushed, flushed + self.cut_elements + self.tiny_elements
         self._require_block(quantization)
-        if quantization.scale != FLOAT32_SCALE or quantization.rule != AMAX:
+        if quantization.rule != AMAX:
             raise ValueError(
-                f"a scale in {quantization.scale} by the rule {quantization.rule} depends on the whole tensor"
+                f"a scale by the rule {quantization.rule} depends on earlier steps: the counts have no bounds"
             )
-        format = quantization.format
+        scales = [(1.0, 1.0, self.nonzero)]
+        if quantization.scale == E4M3_SCALE:
+            scales = list(self._e4m3_scales(largest))
+        limits = list(self._limits(quantization.format))
+        flushed = _most_pairs(
+            [(least * (1 - _FLOAT32_ERROR), number) for least, _, number in scales],
+            [(beyond, number) for _, beyond, number in limits],
+        )
+        kept = _most_pairs(
+            [(-greatest * (1 + _FLOAT32_ERROR), number) for _, greatest, number in scales],
+            [(-upto, number) for upto, _, number in limits],
+        )
+        return self.nonzero - kept, min(flushed + self.cut_elements, self.nonzero) + self.tiny_elements
+
+    def _limits(self, format: FloatFormat) -> Iterator[tuple[float, float, int]]:
+        """Yield numbers of elements with two ratios: up to the first they are flushed, and beyond the second they are kept.
+
+        The ratio is that of the scale which maps the block's maximum to the format's largest value to the block's own.
+        """
         # The half of the smallest subnormal, which rounds to zero, in units of the binade of the largest value.
-        edge = 2.0 ** -_edge(format)
-        low, high = 0, self.cut_elements
+        edge = 2.0 ** -_edge(format) / format.max_significand
         for (least, greatest), row, powers in zip(_CLASSES, self.distances, self.powers, strict=True):
-            smallest = format.max_significand / greatest * (1 - _FLOAT32_ERROR)
-            largest = format.max_significand / least * (1 + _FLOAT32_ERROR)
             for distance, (number, exact) in enumerate(zip(row, powers, strict=True)):
-                unit = 2.0**-distance
-                if smallest * unit <= edge:
-                    high += number
-                if 2 * largest * unit <= edge:
-                    low += number
-                elif largest * unit <= edge:
-                    low += exact
-        return low, high
+                unit = edge * 2.0**distance
+                yield unit * least, unit * greatest, exact
+                yield unit * least / 2, unit * greatest, number - exact
+
+    def _e4m3_scales(self, largest: float | None) -> Iterator[tuple[float, float, int]]:
+        """Yield numbers of elements with the least and greatest ratio of ``_limits`` in their blocks, by NVFP4's scales."""
+        exponents = range(LOWEST_EXPONENT, _HIGHEST_EXPONENT + 1)
+        top = max((each for each, number in zip(exponents, self.maxima, strict=True) if number), default=-math.inf)
+        if largest is not None and not largest >= 2.0**top:
+            raise ValueError(f"a block's largest magnitude exceeds {largest}: give the largest of the whole tensor")
+        least, greatest = 2.0**top, 2.0 ** (top + 1)
+        if largest is not None:
+            least = greatest = largest
+        elif self.shards:
+            greatest = math.inf
+        is_one = (largest is not None or (self.tensors == 1 and not self.shards)) and not self.cut_blocks
+        for exponent, number in zip(exponents, self.elements, strict=True):
+            if number:
+                scale = 2.0**exponent * _LARGEST_SCALE
+                high = 2 * scale / least if is_one else math.inf
+                yield *_ratios(scale / greatest, min(high, _LARGEST_SCALE)), number
 
     def _shifted(self, quantization: Quantization) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
         """Yield each class's counts, and the power of two that the scale's rule adds to these blocks."""
@@ -244,6 +306,8 @@ _NUMBERS = (
     *("zeros", "blocks", "zero_blocks", "broken_blocks", "broken_elements", "tiny_blocks", "tiny_elements"),
     "cut_blocks",
     "cut_elements",
+    "tensors",
+    "shards",
 )
 
 
@@ -252,5 +316,34 @@ def _edge(format: FloatFormat) -> int:
     return format.max_exponent - format.min_subnormal_exponent + 1
 
 
+def _ratios(low: float, high: float) -> tuple[float, float]:
+    """Return the least and greatest ratio of a scale between these to its number in E4M3, both in units of 2^-9."""
+    low, high = low * (1 - _FLOAT32_ERROR), high * (1 + _FLOAT32_ERROR)
+    before, found = 0.0, []
+    for limit, least, greatest in _E4M3_RATIOS:
+        if low <= limit and high > before:
+            found += [least, greatest]
+        before = limit
+    return min(found), max(found)
+
+
+def _most_pairs(scales: Sequence[tuple[float, int]], limits: Sequence[tuple[float, int]]) -> int:
+    """Return how many elements can at most have a scale that is no greater than their limit.
+
+    The counts do not join the two, so any assignment of the elements to the scales is possible. By König's theorem the most
+    pairs are the fewest elements and scales that take part in all of them: scales below some value, and limits from it on.
+    """
+    values = [*(scale for scale, _ in scales), math.inf]
+    return min(
+        sum(number for scale, number in scales if scale < value)
+        + sum(number for limit, number in limits if limit >= value)
+        for value in values
+    )
+
+
 def _added(one: Rows, two: Rows) -> Rows:
-    return tuple(tuple(map(sum, zip(a, b, strict=True))) for a, b in zip(one, two, strict=True))
+    return tuple(_sums(a, b) for a, b in zip(one, two, strict=True))
+
+
+def _sums(one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(one, two, strict=True)))

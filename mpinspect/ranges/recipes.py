@@ -10,7 +10,8 @@ import torch
 
 from mpinspect.numeric.recipes import TrainingRecipe, as_recipe
 from mpinspect.ranges.analysis.recipe_comparison import RecipeReport, product_rows
-from mpinspect.ranges.capture.operands import ExpertProducts, OperandLosses, may_be_layer
+from mpinspect.ranges.capture.experts import ExpertProducts
+from mpinspect.ranges.capture.operands import OperandLosses, may_be_layer
 from mpinspect.ranges.capture.passes import LossFunction, materialised, require_loss
 from mpinspect.runtime.untouched import ModelState, RandomState
 from mpinspect.runtime.wrappers import compiled_modules_eager
@@ -102,7 +103,7 @@ def _run(
 ) -> int:
     """Run the batches with the layers measured; restore the model, and return the number of batches."""
     random, state = RandomState.now(), ModelState(model)
-    experts = ExpertProducts(model, measuring)
+    experts = ExpertProducts(model.named_parameters(), measuring)
     handles = [layer.register_forward_hook(partial(_called, measuring, path)) for path, layer in layers.items()]
     try:
         given = materialised(batches)

@@ -20,6 +20,7 @@ from mpinspect.numeric.recipes import (
     EVEN,
     FLOOR,
     FP8_BLOCK_128,
+    HISTORY,
     MXFP4,
     MXFP8_E4M3,
     MXFP8_E5M2,
@@ -315,10 +316,100 @@ def test_bad_input_is_named() -> None:
     counts = count_blocks(torch.ones(3, 32))
     with pytest.raises(ValueError, match="flushed_bounds"):
         counts.flushed(FP32_SCALES[0])
-    with pytest.raises(ValueError, match="whole tensor"):
-        count_blocks(torch.ones(3, 32), (1, 16)).flushed_bounds(NVFP4)
+    with pytest.raises(ValueError, match="earlier steps"):
+        count_blocks(torch.ones(3, 32)).flushed_bounds(replace(FP32_SCALES[0], rule=HISTORY))
+    with pytest.raises(ValueError, match=r"exceeds 0\.5"):
+        count_blocks(torch.ones(3, 32), (1, 16)).flushed_bounds(NVFP4, largest=0.5)
     with pytest.raises(ValueError, match="1x16"):
         counts.flushed_bounds(NVFP4)
     with pytest.raises(ValueError, match="can't be added"):
         counts + count_blocks(torch.ones(3, 32), (1, 16))
     assert isinstance(counts, BlockCounts)
+
+
+NVFP4_BLOCKS = [NVFP4, replace(NVFP4, block=(16, 16))]
+
+
+def _near_edges_of_scales() -> torch.Tensor:
+    """Return blocks whose scales lie at each of E4M3's lowest numbers and midway between them, and one unit either side."""
+    exact = torch.arange(1, 40).double() / 4 / (448 * 512)
+    tops = torch.cat([exact.float(), *(torch.nextafter(exact.float(), torch.tensor(each)) for each in (0.0, 1.0))])
+    below = torch.exp2(torch.linspace(0, -9, 16)).expand(len(tops), 16)
+    x = torch.cat([tops[:, None] * below, torch.tensor([[1.0, *[0.25] * 15]])])
+    return torch.cat([x, x * 1.9])
+
+
+EDGES = {
+    "scales at the edges": _near_edges_of_scales,
+    "tiny blocks": lambda: torch.randn(64, 64) * torch.exp2(torch.linspace(-149, -100, 64).double()[:, None]).float(),
+    "subnormals": lambda: torch.randint(1, 1 << 23, (40, 64), dtype=torch.int32).view(torch.float32),
+    "columns times 1000": lambda: torch.randn(64, 64) * torch.where(torch.arange(64) % 9 == 0, 1000.0, 1.0),
+    "blocks far below": lambda: torch.randn(320, 16) * torch.exp2(-torch.arange(320) / 13)[:, None],
+    "half zeros far below": lambda: torch.randn(320, 16).relu() * torch.exp2(-torch.arange(320) / 13)[:, None],
+    "infinite": lambda: torch.cat([torch.randn(20, 64), torch.full((1, 64), math.inf)]),
+    "zeros": lambda: torch.zeros(20, 64),
+}
+
+
+def _expect_bounds(x: torch.Tensor, quantization: Quantization) -> tuple[int, int, int]:
+    """Check the bounds against the second pass; return them around its result."""
+    counts, exact = count_blocks(x, quantization.block), loss(x, quantization).flushed
+    low, high = counts.flushed_bounds(quantization)
+    assert low <= exact <= high
+    # Where a block has an infinity, its finite values do not count for the largest.
+    if not counts.broken_blocks:
+        near, far = counts.flushed_bounds(quantization, largest=float(x.abs().max()))
+        assert low <= near <= exact <= far <= high
+    return low, exact, high
+
+
+@pytest.mark.parametrize("quantization", NVFP4_BLOCKS, ids=lambda each: each.block_name)
+@pytest.mark.parametrize("name", [*DATA, *EDGES])
+def test_bounds_hold_for_nvfp4(name: str, quantization: Quantization) -> None:
+    torch.manual_seed(0)
+    x = EDGES[name]() if name in EDGES else _data(name)
+    for oriented in (x, x.T.contiguous()):
+        _expect_bounds(oriented, quantization)
+
+
+@given(
+    st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40),
+    st.lists(st.integers(-40, 0), min_size=1, max_size=40),
+    st.sampled_from([*NVFP4_BLOCKS, *(replace(each, block=(1, 16)) for each in FP32_SCALES)]),
+)
+def test_bounds_hold_for_any_bits(bits: list[int], spread: list[int], quantization: Quantization) -> None:
+    exact = torch.from_numpy(np.array(bits, np.uint32).view(np.float32).copy())
+    _expect_bounds(torch.cat([exact, exact.flip(0)])[None], quantization)
+    # The same significands, within reach of each other.
+    significands = torch.frexp(exact.nan_to_num(1.0, 1.0, 1.0))[0]
+    rows = torch.exp2(torch.tensor(spread).float())[:, None]
+    _expect_bounds(significands * rows, quantization)
+
+
+def test_bounds_for_nvfp4_are_narrow_where_a_block_is_flushed_whole_or_its_scale_is_normal() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 256)
+    assert _expect_bounds(x, NVFP4)[0] > 0
+    # An FP32 scale is within E4M3's rounding, so these bounds are within the wider ones.
+    near, far = count_blocks(x, (1, 16)).flushed_bounds(replace(FP32_SCALES[2], block=(1, 16)))
+    low, _, high = _expect_bounds(x, NVFP4)
+    assert low <= near <= far <= high
+    x[:16] *= 2.0**-30
+    low, _, high = _expect_bounds(x, NVFP4)
+    assert low >= 16 * 256
+    assert high - low < 0.4 * 48 * 256
+    x[:16] = x[:16].relu()
+    assert _expect_bounds(x, NVFP4)[0] >= int((x[:16] != 0).sum())
+
+
+def test_bounds_of_added_counts_hold_whatever_each_tensor_has_as_its_largest_value() -> None:
+    torch.manual_seed(0)
+    steps = [torch.randn(32, 64) * torch.exp2(torch.linspace(-24, scale, 32))[:, None] for scale in (-8, 0, 8)]
+    counts = [count_blocks(x, (1, 16)) for x in steps]
+    exact = sum(loss(x, NVFP4).flushed for x in steps)
+    single = [each.flushed_bounds(NVFP4) for each in counts]
+    low, high = (counts[0] + counts[1] + counts[2]).flushed_bounds(NVFP4)
+    assert low <= sum(each for each, _ in single) <= exact <= sum(each for _, each in single) <= high
+    # One tensor's largest value is not another's: the first has none that is flushed whole for the third's.
+    assert high > sum(each for _, each in single)
+    assert sum(counts, BlockCounts((1, 16))).tensors == 3

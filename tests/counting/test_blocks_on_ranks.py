@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from mpinspect import count_blocks
+from mpinspect.counting.blocks import quantization_loss
 from mpinspect.numeric.blocks import BlockCounts
-from mpinspect.numeric.recipes import MXFP4, MXFP8_E4M3
+from mpinspect.numeric.recipes import MXFP4, MXFP8_E4M3, NVFP4
 
 #: Rows that 32 and the ranks divide, and rows that they do not.
 ROWS = (256, 150)
@@ -41,6 +42,7 @@ def count_shards(folder: Path) -> dict[tuple[int, int, str], BlockCounts]:
             shard = distribute_tensor(matrix(rows), mesh, [Shard(dim)])
             found[rows, dim, "1x32"] = count_blocks(shard)
             found[rows, dim, "32x1"] = count_blocks(shard.T)
+            found[rows, dim, "16x1"] = count_blocks(shard.T, NVFP4.block)
     return found
 
 
@@ -94,4 +96,20 @@ def test_counts_of_shards_add_up_or_say_that_blocks_are_cut(
 def test_some_cases_are_cut_and_some_are_not(ranks: int, counts: Counts) -> None:
     cut = {case for case, found in counts.items() if any(each.cut_blocks for each in found)}
     # 150 rows: no shard has a multiple of 32. 96 columns: two shards have 48, four have 24. 256 rows are cut by none.
-    assert cut == {(150, 0, "32x1"), (256, 1, "1x32"), (150, 1, "1x32")}
+    assert cut == {(150, 0, "32x1"), (150, 0, "16x1"), (256, 1, "1x32"), (150, 1, "1x32")}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("rows", ROWS)
+def test_bounds_for_nvfp4_need_the_largest_value_of_all_ranks(rows: int, dim: int, ranks: int, counts: Counts) -> None:
+    x = matrix(rows).T
+    exact, shards = quantization_loss(x, NVFP4).flushed, counts[rows, dim, "16x1"]
+    total = reduce(add, shards)
+    assert (total.shards, total.tensors) == (ranks, ranks)
+    low, high = total.flushed_bounds(NVFP4, largest=float(x.abs().max()))
+    assert 0 < low <= exact <= high
+    assert total.cut_blocks or high < total.nonzero
+    # Another rank may hold a value so large that this rank's are all flushed.
+    lowest, highest = total.flushed_bounds(NVFP4)
+    assert lowest <= low
+    assert highest == total.nonzero

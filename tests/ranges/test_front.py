@@ -19,7 +19,7 @@ from mpinspect.kernels.profile import read_trace
 from mpinspect.ranges import analyse as analysing
 from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.session import TensorInfo, TensorKey
+from mpinspect.ranges.session import Precision, TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
 from mpinspect.reporting.forms import document, render
@@ -332,6 +332,17 @@ def test_without_scripts_the_verdict_the_findings_and_the_tables_are_shown(brows
     assert page.is_visible(".panel .finding[open] p >> nth=0")
     assert page.is_visible("table")
     assert page.locator("table").first.bounding_box()["y"] < SCREEN["height"]
+
+
+def test_a_printed_page_is_no_wider_than_a_browser_shrinks(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    # A4 in pixels without margins. BF16's range has the most powers of two.
+    session = replace(broken(), precision=Precision({"float32": 100}, autocast=("bfloat16",)))
+    page = opened(browser, with_speed(ModelPart("Net", analyse(session))).save(tmp_path / "a.html"), viewport=SCREEN)
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 718, "height": 1000})
+    assert page.evaluate("document.documentElement.scrollWidth") < 1.5 * 718
+    assert page.is_visible(".tab")
+    assert page.troubles == []
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -1,10 +1,10 @@
 """Counts elements by their distance below their block's largest magnitude, with numba's loops; ``counting.blocks`` is the oracle.
 
 A tile holds some blocks, sixteen elements to a vector, padded with zeros to whole vectors: in the tensor's memory where it is
-laid out so, otherwise as a copy in the first-level cache. A value adds bit d of a word to ``planes``, d its distance. All
-vectors are added to the planes of the lowest class, and those of the higher classes, which fewer blocks belong to, once more to
-planes of their class; the lowest class is the difference. Tiles with a distance of 32 or more are added a second time, to planes
-for those. Blocks whose largest magnitude is so small that subnormals lie within the planes' reach are counted one by one.
+laid out so, otherwise as a copy in the first-level cache. The vectors of a tile are listed by the class of their block. A value
+adds bit d of a word to its class's ``planes``, d its distance. In tiles whose magnitudes lie 32 or more powers of two apart, the
+larger distances have planes of their own. Powers of two are found along the way and counted one by one, and so are blocks whose
+largest magnitude is so small that subnormals lie within the planes' reach.
 
 Exponents can be counted along with the blocks, while the values are in the cache. Importing compiles the loops or reads
 them from numba's cache.
@@ -13,6 +13,7 @@ them from numba's cache.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numba.types
@@ -25,8 +26,8 @@ from mpinspect.counting.bits import merge_rows
 from mpinspect.counting.cpu import kernels, planes, shares
 from mpinspect.counting.cpu.compiling import compiled, compiled_for, function_of_c
 from mpinspect.counting.cpu.counter import address, threads_for
-from mpinspect.counting.cpu.memory import lowest_one, ones, pointer
-from mpinspect.counting.cpu.vectors import I16, I32, I64, LANES, VECTOR_BYTES, Code, Words, constant
+from mpinspect.counting.cpu.memory import pointer
+from mpinspect.counting.cpu.vectors import I8, I16, I32, I64, LANES, VECTOR_BYTES, Code, Words, constant
 from mpinspect.counting.layout import NARROW, ZEROS
 from mpinspect.numeric.blocks import CUTS, DISTANCES, LOWEST_EXPONENT, BlockCounts
 
@@ -42,13 +43,11 @@ _FIELD, _MANTISSA = 24, (1 << 24) - 1
 _CUTS = tuple(int((cut - 1) * (1 << _FIELD)) for cut in CUTS)
 #: Blocks with a largest magnitude of a lower exponent field are too small to be counted at all. Those outside the next two are
 #: counted one by one: within these, neither a zero nor a value next to a limit of all ones has a bit in the planes.
-_TINY_FIELD, _LEAST_FIELD, _MOST_FIELD, _BROKEN_FIELD = LOWEST_EXPONENT + 127, 64, 223, 255
+_TINY_FIELD, _LEAST_FIELD, _MOST_FIELD, _BROKEN_FIELD = LOWEST_EXPONENT + 127, 64, 191, 255
 _NO_LIMIT = (1 << 32) - 1
-#: Lanes with powers of two in a tile from which they are added to planes, too: one by one they would take longer.
-_MANY_POWERS = _TILE // 32
-#: Sets of planes: of each kind, reach and class.
-_KINDS, _REACHES = 2, 2
-_SETS = _KINDS * _REACHES * _CLASSES
+#: Sets of planes: of each reach (distances below 32, and up to 63) and class; then of 32 exponents of largest magnitudes each.
+_REACHES, _WINDOWS = 2, 8
+_SETS = _REACHES * _CLASSES + _WINDOWS
 #: Rows of a set: lower planes and their carries, the other planes, and the state.
 _UPPER = planes.LOWER + 1
 _STATE = _UPPER + planes.ROWS
@@ -66,40 +65,53 @@ _ALL = 1 << 48
 #: blocks; elements from one row to the next; rows, columns and padded elements of a block; the share of a job's length that
 #: stands for a block; whether the exponents are counted.
 _ADDRESS, _BYTES, _IS_BF16, _WIDE, _STRIDE, _ROWS, _COLUMNS, _PADDED, _UNIT, _EXPONENTS, _FIELDS = range(11)
-#: The fields of a result: distances, then powers, by class; then these; then a row of exponents.
-_OVER = _KINDS * _CLASSES * DISTANCES
-_ZERO, _BROKEN, _TINY, _ROW = (_OVER + len(CUTS) + k for k in range(4))
+#: Copies of counters: neighbouring values, which often share a counter, add to different copies.
+_COPIES = 4
+#: The fields of a result: distances by class, then powers; vectors by the exponent field of their block's largest magnitude, from
+#: the highest one on, and the zeros in them by this field; then these; then a row of exponents.
+_KINDS = 2
+_MAXIMA = _KINDS * _CLASSES * DISTANCES
+_ZEROS = _MAXIMA + _WINDOWS * planes.WINDOW
+_OVER = _ZEROS + _WINDOWS * planes.WINDOW
+_ZERO = _OVER + len(CUTS)
+_ROW = _ZERO + 1
 
 
 class _Tile(NamedTuple):
-    """Some blocks, and the planes of their distances: of each kind (values, powers of two), reach (below 32, from 32), class.
+    """Some blocks, and the planes of their distances.
 
     Args:
         words: uint32, float32 values of whole vectors; ``narrow``, uint16, the same in 16 bits; ``wide``, uint32, rows.
-        chosen: some of the words, zeros in place of the others.
-        tops: uint32, the largest doubled magnitude in each vector's block; ``limits``: the same with all bits of the mantissa,
-            or all ones for blocks that are not in the planes. Each ends with a vector of zeros.
-        powers: uint16, for each group of sixteen vectors, the lanes with a power of two; ``masks``, uint64: those of each vector
-            of a group.
-        vectors: int32, shape (_CLASSES, ...): the numbers of all vectors, then of those of each higher class; ``ends``, uint32:
-            their limits.
-        listed: int64, shape (_CLASSES, 3): for each class, the addresses of these lists, and their length.
+        chosen: some of the words, zeros in place of the others; ``places``, uint32, the counters of powers of two.
+        tops: uint32, the largest doubled magnitude in each vector's block; ``halves``, half of it. ``zeros``, uint8, the zeros in
+            each vector.
+        numbers: int32, shape (_CLASSES, ...): the numbers of the vectors in each class; ``limits``, uint32: their tops with all
+            bits of the mantissa; ``powers``, uint16: for each sixteen of these vectors, the lanes with a power of two.
+        listed: int64, shape (_CLASSES, 4): for each class, the addresses of these lists, and the number of vectors.
+        windows: uint32, shape (_WINDOWS, ...): the limit of each window of maxima, repeated; ``order``, int32: 0, 1, 2, ...
         sets: uint32, shape (_SETS, _SET_ROWS, planes.COLUMNS): lower planes with their carries, the other planes, and the state:
             as int64, the turns in the lower planes, and the blocks.
+        found_zeros: int64, shape (_COPIES, 256): counters of zeros by the exponent field of their block's largest magnitude;
+            ``found_powers``, shape (_COPIES, _CLASSES * DISTANCES): of powers of two.
     """
 
     words: Any
     narrow: Any
     wide: Any
     chosen: Any
+    places: Any
     tops: Any
+    halves: Any
+    zeros: Any
+    numbers: Any
     limits: Any
     powers: Any
-    masks: Any
-    vectors: Any
-    ends: Any
     listed: Any
+    windows: Any
+    order: Any
     sets: Any
+    found_zeros: Any
+    found_powers: Any
 
 
 @compiled
@@ -108,28 +120,46 @@ def _place(array: Any) -> Any:
 
 
 @compiled
+def _aligned(array: Any) -> Any:
+    """Return a line's number of elements less, from a line's begin on: a load waits for a store that crosses lines."""
+    start = -_place(array) % VECTOR_BYTES // array.itemsize
+    return array[start : start + len(array) - VECTOR_BYTES]
+
+
+@compiled
 def _new_tile(padded: Any) -> Any:
     # Whole groups of sixteen vectors.
     size = -(-max(_TILE, padded) // planes.COLUMNS) * planes.COLUMNS
     vectors = size // LANES
-    limits, numbers = np.zeros(vectors, np.uint32), np.zeros((_CLASSES, vectors + LANES), np.int32)
-    numbers[0] = np.arange(vectors + LANES)
-    ends, listed = np.zeros((_CLASSES, vectors + LANES), np.uint32), np.zeros((_CLASSES, 3), np.int64)
+    listed, width = np.zeros((_CLASSES, 4), np.int64), vectors + LANES
+    numbers = _aligned(np.zeros(_CLASSES * width + VECTOR_BYTES, np.int32))
+    limits = _aligned(np.zeros(_CLASSES * width + VECTOR_BYTES, np.uint32))
+    powers = np.zeros((_CLASSES, width // LANES), np.uint16)
     for c in range(_CLASSES):
-        listed[c, 0], listed[c, 1] = _place(numbers[c]), _place(ends[c]) if c else _place(limits)
+        listed[c, 0], listed[c, 1] = _place(numbers[c * width :]), _place(limits[c * width :])
+        listed[c, 2] = _place(powers[c])
+    turns = -(-vectors // planes.COLUMNS)
+    windows = np.zeros((_WINDOWS, turns * LANES), np.uint32)
+    for window in range(_WINDOWS):
+        windows[window] = np.uint32(((_WINDOWS - window) * planes.WINDOW << _FIELD) - 1)
     return _Tile(
-        np.zeros(size, np.uint32),
+        _aligned(np.zeros(size + VECTOR_BYTES, np.uint32)),
         np.zeros(size, np.uint16),
         np.zeros(size, np.uint32),
-        np.zeros(size, np.uint32),
-        np.zeros(vectors, np.uint32),
-        limits,
-        np.zeros(vectors // LANES, np.uint16),
-        np.zeros(planes.COLUMNS // 64, np.uint64),
+        _aligned(np.zeros(size + VECTOR_BYTES, np.uint32)),
+        np.zeros(size + LANES, np.uint32),
+        _aligned(np.zeros(vectors + VECTOR_BYTES, np.uint32)),
+        _aligned(np.zeros(turns * planes.COLUMNS + VECTOR_BYTES, np.uint32)),
+        np.zeros(vectors, np.uint8),
         numbers,
-        ends,
+        limits,
+        powers,
         listed,
-        np.zeros((_SETS, _SET_ROWS, planes.COLUMNS), np.uint32),
+        windows,
+        np.arange(turns * LANES).astype(np.int32),
+        _aligned(np.zeros(_SETS * _SET_BYTES // 4 + VECTOR_BYTES, np.uint32)),
+        np.zeros((_COPIES, _WINDOWS * planes.WINDOW), np.int64),
+        np.zeros((_COPIES, _CLASSES * DISTANCES), np.int64),
     )
 
 
@@ -141,14 +171,19 @@ def _without_owners(tile: Any) -> Any:
         kernels.without_owner(tile.narrow),
         kernels.without_owner(tile.wide),
         kernels.without_owner(tile.chosen),
+        kernels.without_owner(tile.places),
         kernels.without_owner(tile.tops),
+        kernels.without_owner(tile.halves),
+        kernels.without_owner(tile.zeros),
+        kernels.without_owner(tile.numbers),
         kernels.without_owner(tile.limits),
         kernels.without_owner(tile.powers),
-        kernels.without_owner(tile.masks),
-        kernels.without_owner(tile.vectors),
-        kernels.without_owner(tile.ends),
         kernels.without_owner(tile.listed),
+        kernels.without_owner(tile.windows),
+        kernels.without_owner(tile.order),
         kernels.without_owner(tile.sets),
+        kernels.without_owner(tile.found_zeros),
+        kernels.without_owner(tile.found_powers),
     )
 
 
@@ -181,7 +216,7 @@ def _largest_of_each(code: Code, vectors: list[Any]) -> Any:
 
 
 def _measure(context: Any, words: Any, tops: Any, groups: Any, vectors: Any, ahead: Any) -> Any:
-    """Fill a tile's tops from its words, in groups of sixteen vectors.
+    """Fill a tile's tops from its words, in groups of sixteen vectors; return the least doubled magnitude (int64).
 
     Args:
         vectors: neighbours that share their top, a power of two up to sixteen.
@@ -192,174 +227,259 @@ def _measure(context: Any, words: Any, tops: Any, groups: Any, vectors: Any, ahe
         words, tops, groups, vectors, ahead = arguments
         code = Code(builder)
 
-        def body(group: Any, _: list[Any]) -> list[Any]:
+        def body(group: Any, state: list[Any]) -> list[Any]:
             offset = builder.mul(group, constant(I64, LANES * VECTOR_BYTES))
             source, later = builder.add(words, offset), builder.add(ahead, offset)
-            found = []
+            found, least = [], state[0]
             for k in range(LANES):
                 value = code.load(source, k * VECTOR_BYTES)
                 if k in _AHEAD_WHILE_MEASURING:
                     code.prefetch(later, k * VECTOR_BYTES, level=2)
                 found.append(builder.add(value, value))
+                least = code.operation("umin", least, found[-1])
             top = _largest_of_each(code, found)
             for step in (1, 2, 4, 8):
                 other = _shuffled(builder, top, top, (lane ^ step for lane in range(LANES)))
                 is_shared = builder.icmp_signed(">", vectors, constant(I64, step))
                 top = builder.select(is_shared, code.operation("umax", top, other), top)
             code.store(top, builder.add(tops, builder.mul(group, constant(I64, VECTOR_BYTES))), 0)
-            return []
+            return [least]
 
-        code.loop(groups, [], body)
-        return context.get_dummy_value()
+        (least,) = code.loop(groups, [constant(Words, _NO_LIMIT)], body)
+        return builder.zext(code.operation("vector.reduce.umin", least, result=I32), I64)
 
-    return types.void(*[types.int64] * 5), generate
+    return types.int64(*[types.int64] * 5), generate
 
 
-def _sort(context: Any, tops: Any, limits: Any, listed: Any, groups: Any) -> Any:
-    """Fill ``limits``, and list the vectors of each higher class with their limits, in groups of sixteen.
+def _count_zeros(context: Any, words: Any, zeros: Any, vectors: Any) -> Any:
+    """Write the number of zeros in each vector (uint8); return the least doubled magnitude that is not zero, or 2^32 (int64)."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        words, zeros, vectors = arguments
+        code = Code(builder)
+
+        def body(k: Any, state: list[Any]) -> list[Any]:
+            value = code.load(builder.add(words, builder.mul(k, constant(I64, VECTOR_BYTES))), 0)
+            magnitude = builder.add(value, value)
+            is_zero = builder.icmp_unsigned("==", magnitude, constant(Words, 0))
+            code.store(builder.trunc(_ones(code, is_zero), I8), builder.add(zeros, k), 0)
+            # Zero minus one is the largest word.
+            return [code.operation("umin", state[0], builder.sub(magnitude, constant(Words, 1)))]
+
+        (least,) = code.loop(vectors, [constant(Words, _NO_LIMIT)], body)
+        least = builder.zext(code.operation("vector.reduce.umin", least, result=I32), I64)
+        return builder.add(least, constant(I64, 1))
+
+    return types.int64(*[types.int64] * 3), generate
+
+
+def _ones(code: Code, mask: Any) -> Any:
+    """Return the number of a mask's set lanes (int64)."""
+    return code.operation("ctpop", code.builder.zext(code.builder.bitcast(mask, I16), I64))
+
+
+def _kept(code: Code, lanes: Any, mask: Any, target: Any) -> None:
+    """Write the lanes of a mask, without gaps, and some more lanes of any content."""
+    code.store(code.operation("experimental.vector.compress", lanes, mask, constant(Words, 0)), target, 0)
+
+
+def _sort(context: Any, tops: Any, halves: Any, listed: Any, groups: Any) -> Any:
+    """List the vectors of each class with their limits, in groups of sixteen, and write half of the tops, the magnitudes.
 
     Returns:
-        (int64, int64): how many vectors are in the planes; how many have only zeros.
+        UniTuple(int64, 4): how many vectors are in the planes; the least top that is not zero, or 2^32; the highest top; how many
+        vectors have only zeros.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        tops, limits, listed, groups = arguments
+        tops, halves, listed, groups = arguments
         code = Code(builder)
-
-        lists = [[code.load(listed, 24 * (k + 1) + 8 * j, I64) for j in range(2)] for k in range(len(_CUTS))]
-
-        def count(mask: Any) -> Any:
-            return code.operation("ctpop", builder.zext(builder.bitcast(mask, I16), I64))
+        lists = [[code.load(listed, 32 * c + 8 * j, I64) for j in range(2)] for c in range(_CLASSES)]
 
         def body(group: Any, state: list[Any]) -> list[Any]:
-            inside, zeros, *places = state
+            least, highest, zeros, *places = state
             offset = builder.mul(group, constant(I64, VECTOR_BYTES))
             top = code.load(builder.add(tops, offset), 0)
+            code.store(builder.lshr(top, constant(Words, 1)), builder.add(halves, offset), 0)
             field = builder.sub(builder.lshr(top, constant(Words, _FIELD)), constant(Words, _LEAST_FIELD))
             is_inside = builder.icmp_unsigned("<=", field, constant(Words, _MOST_FIELD - _LEAST_FIELD))
-            full = builder.or_(top, constant(Words, _MANTISSA))
-            limit = builder.select(is_inside, full, constant(Words, _NO_LIMIT))
-            code.store(limit, builder.add(limits, offset), 0)
+            least = code.operation("umin", least, builder.sub(top, constant(Words, 1)))
+            highest = code.operation("umax", highest, top)
+            limit = builder.or_(top, constant(Words, _MANTISSA))
             first = _splat(builder, builder.trunc(builder.mul(group, constant(I64, LANES)), I32))
             numbers = builder.add(first, _lanes(Words, range(LANES)))
             mantissa = builder.and_(top, constant(Words, _MANTISSA))
-            new = []
-            for k, (place, cut) in enumerate(zip(places, _CUTS, strict=True)):
-                within = builder.and_(is_inside, builder.icmp_unsigned(">", mantissa, constant(Words, cut)))
-                if k + 1 < len(_CUTS):
-                    below = builder.icmp_unsigned("<=", mantissa, constant(Words, _CUTS[k + 1]))
-                    within = builder.and_(within, below)
-                at = builder.mul(place, constant(I64, 4))
-                for each, target in zip((numbers, limit), lists[k], strict=True):
-                    kept = code.operation("experimental.vector.compress", each, within, constant(Words, 0))
-                    code.store(kept, builder.add(target, at), 0)
-                new.append(builder.add(place, count(within)))
+            above = [builder.icmp_unsigned(">", mantissa, constant(Words, cut)) for cut in _CUTS]
+            for c in range(_CLASSES):
+                within = builder.and_(is_inside, above[c - 1]) if c else is_inside
+                if c < len(_CUTS):
+                    within = builder.and_(within, builder.not_(above[c]))
+                at = builder.mul(places[c], constant(I64, 4))
+                for each, target in zip((numbers, limit), lists[c], strict=True):
+                    _kept(code, each, within, builder.add(target, at))
+                places[c] = builder.add(places[c], _ones(code, within))
             is_zero = builder.icmp_unsigned("==", top, constant(Words, 0))
-            return [builder.add(inside, count(is_inside)), builder.add(zeros, count(is_zero)), *new]
+            return [least, highest, builder.add(zeros, _ones(code, is_zero)), *places]
 
-        inside, zeros, *places = code.loop(groups, [constant(I64, 0)] * (2 + len(_CUTS)), body)
-        code.store(builder.mul(groups, constant(I64, LANES)), listed, 16)
-        for k, place in enumerate(places):
+        first = [constant(Words, _NO_LIMIT), constant(Words, 0), *[constant(I64, 0)] * (1 + _CLASSES)]
+        least, highest, zeros, *places = code.loop(groups, first, body)
+        inside = constant(I64, 0)
+        for c, place in enumerate(places):
             # Fill the last turn with vectors that have no bits in the planes.
             at = builder.mul(place, constant(I64, 4))
-            code.store(constant(Words, 0), builder.add(lists[k][0], at), 0)
-            code.store(constant(Words, _NO_LIMIT), builder.add(lists[k][1], at), 0)
-            code.store(place, listed, 24 * (k + 1) + 16)
-        return context.make_tuple(builder, signature.return_type, [inside, zeros])
+            code.store(constant(Words, 0), builder.add(lists[c][0], at), 0)
+            code.store(constant(Words, _NO_LIMIT), builder.add(lists[c][1], at), 0)
+            code.store(place, listed, 32 * c + 24)
+            inside = builder.add(inside, place)
+        least = builder.zext(code.operation("vector.reduce.umin", least, result=I32), I64)
+        highest = builder.zext(code.operation("vector.reduce.umax", highest, result=I32), I64)
+        found = [inside, builder.add(least, constant(I64, 1)), highest, zeros]
+        return context.make_tuple(builder, signature.return_type, found)
 
-    return types.UniTuple(types.int64, 2)(*[types.int64] * 4), generate
+    return types.UniTuple(types.int64, 4)(*[types.int64] * 4), generate
 
 
-def _find_powers(context: Any, words: Any, masks: Any) -> Any:
-    """Write a uint16 for each of sixteen vectors: the lanes with a power of two that is no subnormal."""
+def _vector(code: Code, words: Any, numbers: Any, limits: Any, k: int) -> tuple[Any, Any]:
+    """Return the doubled magnitudes of a listed vector, and its limit in every lane."""
+    builder = code.builder
+    number = builder.zext(code.load(numbers, 4 * k, I32), I64)
+    value = code.load(builder.add(words, builder.mul(number, constant(I64, VECTOR_BYTES))), 0)
+    return builder.add(value, value), _splat(builder, code.load(limits, 4 * k, I32))
+
+
+def _is_power(builder: Any, magnitude: Any) -> Any:
+    """Return which magnitudes have no mantissa: zeros, and powers of two that are no subnormals."""
+    return builder.icmp_unsigned("==", builder.and_(magnitude, constant(Words, _MANTISSA)), constant(Words, 0))
+
+
+def _count_beyond(context: Any, words: Any, numbers: Any, limits: Any, vectors: Any) -> Any:
+    """Return how many values in listed vectors have a distance beyond the planes, 64 or more (int64)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        code, zero = Code(builder), constant(Words, 0)
-        for k in range(LANES):
-            value = code.load(arguments[0], k * VECTOR_BYTES)
-            magnitude = builder.add(value, value)
-            rest = builder.and_(magnitude, constant(Words, _MANTISSA))
-            is_power = builder.and_(
-                builder.icmp_unsigned("==", rest, zero), builder.icmp_unsigned("!=", magnitude, zero)
-            )
-            code.store(builder.bitcast(is_power, I16), arguments[1], 2 * k)
-        return context.get_dummy_value()
+        words, numbers, limits, vectors = arguments
+        code = Code(builder)
 
-    return types.void(types.int64, types.int64), generate
+        def body(k: Any, state: list[Any]) -> list[Any]:
+            offset = builder.mul(k, constant(I64, 4))
+            magnitude, limit = _vector(code, words, builder.add(numbers, offset), builder.add(limits, offset), 0)
+            is_far = builder.icmp_unsigned(">=", builder.sub(limit, magnitude), constant(Words, DISTANCES << _FIELD))
+            nonzero = builder.icmp_unsigned("!=", magnitude, constant(Words, 0))
+            return [builder.add(state[0], _ones(code, builder.and_(is_far, nonzero)))]
+
+        return code.loop(vectors, [constant(I64, 0)], body)[0]
+
+    return types.int64(*[types.int64] * 4), generate
+
+
+def _list_powers(context: Any, words: Any, numbers: Any, limits: Any, vectors: Any, first: Any, target: Any) -> Any:
+    """Write where the powers of two in listed vectors are counted: ``first`` plus their distance (uint32), at most the last bin.
+
+    Returns:
+        int64: their number; subnormals are left out. Up to a vector more is written.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        words, numbers, limits, vectors, first, target = arguments
+        code = Code(builder)
+        start = _splat(builder, builder.trunc(first, I32))
+
+        def body(k: Any, state: list[Any]) -> list[Any]:
+            offset = builder.mul(k, constant(I64, 4))
+            magnitude, limit = _vector(code, words, builder.add(numbers, offset), builder.add(limits, offset), 0)
+            distance = builder.lshr(builder.sub(limit, magnitude), constant(Words, _FIELD))
+            place = builder.add(start, code.operation("umin", distance, constant(Words, DISTANCES - 1)))
+            nonzero = builder.icmp_unsigned("!=", magnitude, constant(Words, 0))
+            is_power = builder.and_(_is_power(builder, magnitude), nonzero)
+            _kept(code, place, is_power, builder.add(target, builder.mul(state[0], constant(I64, 4))))
+            return [builder.add(state[0], _ones(code, is_power))]
+
+        return code.loop(vectors, [constant(I64, 0)], body)[0]
+
+    return types.int64(*[types.int64] * 6), generate
 
 
 def _adder(way: str) -> Any:
-    def add(context: Any, words: Any, numbers: Any, limits: Any, turns: Any, lower: Any, extra: Any, ahead: Any) -> Any:
+    def add(
+        context: Any,
+        words: Any,
+        numbers: Any,
+        limits: Any,
+        turns: Any,
+        lower: Any,
+        powers: Any,
+        over: Any,
+        ahead: Any,
+    ) -> Any:
         """Add listed vectors to the lower planes, sixteen a turn.
 
         Args:
             numbers, limits: addresses of the vectors' numbers, and of their limits.
-            lower: address of the planes' first sixteen columns to fill; each turn fills the next sixteen.
-            extra: with ALL, address of uint16s for the lanes with powers of two, one a turn; with HIGHER, of int64s, to which
-                the numbers of values beyond each cut are added.
-            ahead: with ALL, how many bytes after the words to prefetch.
+            lower: address of the first sixteen columns to fill; each turn fills the next sixteen.
+            powers: address of uint16s for the lanes with powers of two, one a turn. PLAIN: the distance of the first bit instead.
+            over: with HIGHER, address of int64s, to which the numbers of values beyond each cut are added.
+            ahead: address to prefetch from, as many lines as there are vectors; not with PLAIN.
 
         Returns:
-            With ALL, non-zero if a value has a distance of 32 or more; with FAR, if a value is subnormal.
+            int64, non-zero if a power of two was found.
         """
-        return types.int64(*[types.int64] * 7), lambda *arguments: _generate_add(way, *arguments)
+        return types.int64(*[types.int64] * 8), lambda *arguments: _generate_add(way, *arguments)
 
     return intrinsic(add)
 
 
 def _generate_add(way: str, context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    words, numbers, limits, turns, lower, extra, ahead = arguments
+    words, numbers, limits, turns, lower, powers, over, ahead = arguments
     code, zero, one = Code(builder), constant(Words, 0), constant(Words, 1)
+    bit = _bits(context, code)
+    first = _splat(builder, builder.trunc(builder.shl(powers, constant(I64, _FIELD)), I32))
 
     def body(turn: Any, state: list[Any]) -> list[Any]:
+        any_power, *beyond = state
         offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
-        listed, ends, here = (builder.add(each, offset) for each in (numbers, limits, lower))
-        found, *beyond = state
-        sums, powers = planes.Sums(code), zero
+        listed, ends = builder.add(numbers, offset), builder.add(limits, offset)
+        later = builder.add(ahead, builder.mul(offset, constant(I64, LANES)))
+        sums, found = planes.Sums(code), zero
         for k in range(LANES):
-            number = builder.zext(code.load(listed, 4 * k, I32), I64)
-            place = builder.add(words, builder.mul(number, constant(I64, VECTOR_BYTES)))
-            if way == ALL and k in _AHEAD_WHILE_ADDING:
-                code.prefetch(builder.add(place, ahead), 0, level=2)
-            value = code.load(place, 0)
-            magnitude = builder.add(value, value)
-            limit = _splat(builder, code.load(ends, 4 * k, I32))
+            if way != PLAIN and k in _AHEAD_WHILE_ADDING:
+                code.prefetch(later, k * VECTOR_BYTES, level=2)
+            magnitude, limit = _vector(code, words, listed, ends, k)
             below = builder.sub(limit, magnitude)
-            distance = builder.lshr(below, constant(Words, _FIELD))
-            if way == FAR:
-                is_subnormal = builder.icmp_unsigned("<=", magnitude, constant(Words, _MANTISSA))
-                found = builder.or_(found, builder.select(is_subnormal, magnitude, zero))
-                distance = code.operation("umin", distance, constant(Words, DISTANCES - 1))
-                distance = builder.sub(distance, constant(Words, planes.WINDOW))
-                is_none = builder.or_(
-                    builder.icmp_unsigned("==", magnitude, zero),
-                    builder.icmp_unsigned("==", limit, constant(Words, _NO_LIMIT)),
-                )
-                distance = builder.select(is_none, constant(Words, -1), distance)
-            inside = builder.icmp_unsigned("<", distance, constant(Words, planes.WINDOW))
-            sums.add(builder.select(inside, builder.shl(one, distance), zero), 0)
-            if way == ALL:
-                found = builder.or_(found, builder.select(inside, zero, magnitude))
-                rest = builder.and_(magnitude, constant(Words, _MANTISSA))
-                powers = builder.or_(powers, builder.select(builder.icmp_unsigned("==", rest, zero), magnitude, zero))
+            if way == PLAIN:
+                below = builder.sub(below, first)
+            else:
+                found = builder.or_(found, builder.select(_is_power(builder, magnitude), magnitude, zero))
             for c, cut in enumerate(_CUTS[: len(beyond)]):
                 is_over = builder.icmp_unsigned("<", below, constant(Words, _MANTISSA - cut))
                 beyond[c] = builder.select(is_over, builder.add(beyond[c], one), beyond[c])
-        for plane in range(planes.LOWER):
-            sums.add(code.load(here, plane * planes.ROW_BYTES), plane)
-            code.store(sums.total(plane), here, plane * planes.ROW_BYTES)
-        code.store(sums.carries(), here, planes.LOWER * planes.ROW_BYTES)
-        if way == ALL:
-            lanes = builder.bitcast(builder.icmp_unsigned("!=", powers, zero), I16)
-            code.store(lanes, builder.add(extra, builder.add(turn, turn)), 0)
-        return [found, *beyond]
+            sums.add(bit(builder.lshr(below, constant(Words, _FIELD))), 0)
+        columns = builder.add(lower, offset)
+        sums.store(columns, columns)
+        if way != PLAIN:
+            lanes = builder.bitcast(builder.icmp_unsigned("!=", found, zero), I16)
+            code.store(lanes, builder.add(powers, builder.add(turn, turn)), 0)
+        return [builder.or_(any_power, found), *beyond]
 
-    counted = len(_CUTS) if way == HIGHER else 0
-    found, *beyond = code.loop(turns, [zero] * (1 + counted), body)
+    any_power, *beyond = code.loop(turns, [zero] * (1 + (len(_CUTS) if way == HIGHER else 0)), body)
     for c, vector in enumerate(beyond):
         total = builder.zext(code.operation("vector.reduce.add", vector, result=I32), I64)
-        code.store(builder.add(code.load(extra, 8 * c, I64), total), extra, 8 * c)
-    return builder.zext(code.operation("vector.reduce.or", found, result=I32), I64)
+        code.store(builder.add(code.load(over, 8 * c, I64), total), over, 8 * c)
+    return builder.zext(code.operation("vector.reduce.or", any_power, result=I32), I64)
+
+
+def _bits(context: Any, code: Code) -> Callable[[Any], Any]:
+    """Return a function that makes words with one bit, or zero from 32 on, of the bits' numbers."""
+    builder, one = code.builder, constant(Words, 1)
+
+    def by_shift(number: Any) -> Any:
+        inside = builder.icmp_unsigned("<", number, constant(Words, planes.WINDOW))
+        return builder.select(inside, builder.shl(one, number), constant(Words, 0))
+
+    def by_instruction(number: Any) -> Any:
+        return code.operation("x86.avx512.psllv.d", one, number, suffix="512")
+
+    _, _, features = context.codegen().magic_tuple()
+    # Its shift has this very result, but LLVM compares all the same.
+    return by_instruction if "+avx512f" in features.split(",") else by_shift
 
 
 def _transpose(context: Any, source: Any, row_bytes: Any, groups: Any, target: Any, target_bytes: Any) -> Any:
@@ -396,11 +516,13 @@ def _transpose(context: Any, source: Any, row_bytes: Any, groups: Any, target: A
 
 
 measure: Any = intrinsic(_measure)
+count_zeros: Any = intrinsic(_count_zeros)
 sort: Any = intrinsic(_sort)
-find_powers: Any = intrinsic(_find_powers)
-#: All vectors of a tile, distances below 32; those of a higher class; either, distances from 32 on.
-ALL, HIGHER, FAR = "all", "higher", "far"
-add_all, add_higher, add_far = _adder(ALL), _adder(HIGHER), _adder(FAR)
+count_beyond: Any = intrinsic(_count_beyond)
+list_powers: Any = intrinsic(_list_powers)
+#: Vectors of the lowest class; of a higher one; either, without a look at single values.
+LOWEST, HIGHER, PLAIN = "lowest", "higher", "plain"
+add_lowest, add_higher, add_plain = _adder(LOWEST), _adder(HIGHER), _adder(PLAIN)
 transpose: Any = intrinsic(_transpose)
 
 
@@ -445,68 +567,75 @@ def _end_block(planes_at: Any, counts_at: Any) -> None:
 
 
 @compiled
-def _set_number(kind: Any, reach: Any, c: Any) -> Any:
-    return (kind * _REACHES + reach) * _CLASSES + c
+def _planes_place(sets: Any, number: Any) -> Any:
+    """Return the address of a set of planes."""
+    return sets + _SET_BYTES * number
 
 
 @compiled
-def _counts_place(found: Any, kind: Any, reach: Any, c: Any) -> Any:
+def _counts_place(found: Any, number: Any) -> Any:
     """Return the address of the 32 counts that belong to a set, given the address of a result."""
-    return found + 8 * ((kind * _CLASSES + c) * DISTANCES + reach * planes.WINDOW)
+    if number >= _REACHES * _CLASSES:
+        return found + 8 * (_MAXIMA + (number - _REACHES * _CLASSES) * planes.WINDOW)
+    return found + 8 * (number % _CLASSES * DISTANCES + number // _CLASSES * planes.WINDOW)
 
 
 # The functions for each tile take addresses: a call copies every field of a tuple of arrays.
 @compiled
-def _add_class(
-    words: Any, ahead: Any, listed: Any, sets: Any, powers: Any, found: Any, kind: Any, reach: Any, c: Any
+def _add_listed(
+    words: Any, numbers: Any, limits: Any, length: Any, sets: Any, number: Any, powers: Any, found: Any, ahead: Any
 ) -> Any:
-    """Add the listed vectors of a class to its planes; return what the adders return.
+    """Add listed vectors to the set of planes of this number; return what the adders return.
 
     Args:
-        words, sets, powers, found: addresses of the words, of the sets of planes, of the masks of powers, and of the result.
+        sets, found: addresses of the sets of planes, and of the result. The others are the adders'.
     """
-    planes_at = sets + _SET_BYTES * _set_number(kind, reach, c)
-    counts_at, state = _counts_place(found, kind, reach, c), _state_of(planes_at)
-    numbers, ends, length = listed[c]
+    planes_at, over = _planes_place(sets, number), found + 8 * _OVER
+    state = _state_of(planes_at)
     seen, turns = np.int64(0), -(-length // LANES)
     while turns > 0:
         now = min(turns, _TURNS - state[0])
         lower = planes_at + VECTOR_BYTES * state[0]
-        if reach:
-            seen |= add_far(words, numbers, ends, now, lower, np.int64(0), np.int64(0))
-        elif c:
-            # Values beyond the cuts are not counted again among the powers of two, which never lie beyond.
-            seen |= add_higher(words, numbers, ends, now, lower, found + 8 * _OVER, np.int64(0))
+        if number >= _CLASSES:
+            add_plain(words, numbers, limits, now, lower, powers, over, ahead)
+        elif number:
+            seen |= add_higher(words, numbers, limits, now, lower, powers, over, ahead)
         else:
-            seen |= add_all(words, numbers, ends, now, lower, powers, ahead)
+            seen |= add_lowest(words, numbers, limits, now, lower, powers, over, ahead)
         state[0] += now
         if state[0] == _TURNS:
-            _end_block(planes_at, counts_at)
-        numbers, ends, powers = numbers + VECTOR_BYTES * now, ends + VECTOR_BYTES * now, powers + 2 * now
-        turns -= now
+            _end_block(planes_at, _counts_place(found, number))
+        numbers, limits, turns = numbers + VECTOR_BYTES * now, limits + VECTOR_BYTES * now, turns - now
+        if number < _CLASSES:
+            powers, ahead = powers + 2 * now, ahead + LANES * VECTOR_BYTES * now
     return seen
 
 
 @compiled
-def _add_classes(words: Any, ahead: Any, listed: Any, sets: Any, powers: Any, found: Any, kind: Any) -> Any:
-    """Add a tile's values, or powers of two, to the planes of all vectors and of each higher class.
+def _add_classes(words: Any, ahead: Any, listed: Any, sets: Any, found: Any, most: Any) -> Any:
+    """Add a tile's listed vectors to the planes; return non-zero if they have powers of two.
 
-    Returns:
-        Non-zero if a value is subnormal.
+    Args:
+        words, ahead, sets: addresses of the words, of as many lines to prefetch, and of the sets of planes.
+        found: int64, the result.
+        most: the largest distance that is possible.
     """
-    is_far = _add_class(words, ahead, listed, sets, powers, found, kind, 0, 0)
-    for c in range(1, _CLASSES):
-        _add_class(words, ahead, listed, sets, powers, found, kind, 0, c)
-    is_subnormal = np.int64(0)
-    if is_far:
-        for c in range(_CLASSES):
-            is_subnormal |= _add_class(words, ahead, listed, sets, powers, found, kind, 1, c)
-    return is_subnormal
+    has_powers, found_at = np.int64(0), _place(found)
+    for c in range(_CLASSES):
+        numbers, limits, powers, length = listed[c]
+        has_powers |= _add_listed(words, numbers, limits, length, sets, c, powers, found_at, ahead)
+        if most >= planes.WINDOW:
+            first = np.int64(planes.WINDOW)
+            _add_listed(words, numbers, limits, length, sets, _CLASSES + c, first, found_at, ahead)
+        if most >= DISTANCES and length:
+            found[c * DISTANCES + DISTANCES - 1] += count_beyond(words, numbers, limits, length)
+        ahead += VECTOR_BYTES * length
+    return has_powers
 
 
 @compiled
-def _words_at(words: Any, tile: Any) -> Any:
-    return kernels.carray(pointer(words, np.uint32(0)), (tile.listed[0, 2] * LANES,))
+def _words_at(words: Any, length: Any) -> Any:
+    return kernels.carray(pointer(words, np.uint32(0)), (length,))
 
 
 @compiled
@@ -518,53 +647,69 @@ def _class(mantissa: Any) -> Any:
 
 
 @compiled
-def _add_power(top: Any, distance: Any, counts: Any) -> None:
-    """Count a power of two as the planes do: among all, and in the class of its block's top if that is a higher one."""
-    c = _class(top & np.uint32(_MANTISSA))
-    counts[1, 0, distance] += 1
-    if c:
-        counts[1, c, distance] += 1
-
-
-@compiled
-def _add_subnormal_powers(tile: Any, words: Any, counts: Any) -> None:
+def _add_subnormal_powers(tops: Any, values: Any, counts: Any) -> None:
     """Count the powers of two that are subnormals, whose distances exceed all bins."""
-    values = _words_at(words, tile)
     for j in range(len(values)):
         magnitude = np.uint32(values[j] << np.uint32(1))
         if magnitude and magnitude <= np.uint32(_MANTISSA) and not magnitude & np.uint32(magnitude - np.uint32(1)):
-            _add_power(tile.tops[j // LANES], DISTANCES - 1, counts)
+            counts[1, _class(tops[j // LANES] & np.uint32(_MANTISSA)), DISTANCES - 1] += 1
 
 
 @compiled
-def _add_powers(tile: Any, words: Any, lanes: Any, found: Any) -> None:
-    """Count a tile's powers of two that are no subnormals; ``lanes``: how many lanes have one."""
-    values, counts = _words_at(words, tile), _counts_of(found)
-    if lanes > _MANY_POWERS:
-        for j in range(len(values)):
-            is_power = not values[j] & np.uint32(_MANTISSA >> 1)
-            tile.chosen[j] = values[j] if is_power else np.uint32(0)
-        _add_classes(
-            _place(tile.chosen),
-            np.int64(0),
-            tile.listed,
-            _place(tile.sets),
-            _place(tile.powers),
-            _place(found),
-            np.int64(1),
-        )
-        return
-    masks = kernels.without_owner(tile.masks)
-    for turn in range(len(values) // planes.COLUMNS):
-        if tile.powers[turn]:
-            find_powers(words + turn * planes.ROW_BYTES, _place(masks))
-            for word in range(len(masks)):
-                left = masks[word]
-                while left:
-                    j = planes.COLUMNS * turn + 64 * word + lowest_one(left)
-                    left = np.uint64(left & np.uint64(left - np.uint64(1)))
-                    distance = np.int64(tile.limits[j // LANES] - np.uint32(values[j] << np.uint32(1))) >> _FIELD
-                    _add_power(tile.tops[j // LANES], min(distance, DISTANCES - 1), counts)
+def _add_powers(words: Any, listed: Any, places: Any, found: Any) -> None:
+    """Count a tile's powers of two that are no subnormals, where the adders found some.
+
+    Args:
+        words, places: addresses of the words, and of memory for as many uint32s and a vector.
+        found: int64, shape (_COPIES, _CLASSES * DISTANCES).
+    """
+    number = np.int64(0)
+    for c in range(_CLASSES):
+        numbers, limits, powers, length = listed[c]
+        lanes = kernels.carray(pointer(powers, np.uint16(0)), (-(-length // LANES),))
+        for turn in range(len(lanes)):
+            if lanes[turn]:
+                offset, vectors = VECTOR_BYTES * turn, min(LANES, length - LANES * turn)
+                target = places + 4 * number
+                number += list_powers(words, numbers + offset, limits + offset, vectors, c * DISTANCES, target)
+    listed_places = _words_at(places, number)
+    for j in range(number):
+        found[j % _COPIES, listed_places[j]] += 1
+
+
+@compiled
+def _add_maxima(maxima: Any, sets: Any, groups: Any, least: Any, highest: Any, zeros: Any, found: Any) -> None:
+    """Count a tile's vectors by the exponent field of their block's largest magnitude.
+
+    Args:
+        maxima: the addresses of the tile's halves, its order and its windows, and the length of a window's limits.
+        least, highest: of the tops that are not zero; ``zeros``: how many are.
+    """
+    halves, order, windows, width = maxima
+    end = -(-groups // LANES) * planes.COLUMNS
+    _words_at(halves, end)[groups * LANES :] = np.uint32(0)
+    last = _WINDOWS - 1 - (least >> _FIELD) // planes.WINDOW
+    for window in range(_WINDOWS - 1 - (highest >> _FIELD) // planes.WINDOW, last + 1):
+        limits, number = windows + 4 * width * window, _REACHES * _CLASSES + window
+        _add_listed(halves, order, limits, groups, sets, number, np.int64(0), _place(found), np.int64(0))
+    if last == _WINDOWS - 1:
+        # Zeros have the exponent field of subnormals.
+        found[_ZEROS - 1] -= end - groups * LANES + zeros
+
+
+@compiled
+def _add_zeros(tops: Any, zeros: Any, vectors: Any, found: Any) -> None:
+    """Count the zeros of whole blocks by the exponent field of the largest magnitude.
+
+    Args:
+        tops, zeros: of blocks of so many vectors.
+        found: int64, shape (_COPIES, 256).
+    """
+    for block in range(len(tops) // vectors):
+        zero = np.int64(0)
+        for vector in range(np.uint64(block * vectors), np.uint64((block + 1) * vectors)):
+            zero += zeros[vector]
+        found[np.uint64(block % _COPIES), np.uint64(tops[np.uint64(block * vectors)] >> np.uint32(_FIELD))] += zero
 
 
 @compiled
@@ -581,46 +726,40 @@ def _normalised(magnitude: Any) -> Any:
 
 
 @compiled
-def _add_one_by_one(values: Any, top: Any, counts: Any, over: Any) -> None:
+def _add_one_by_one(values: Any, top: Any, found: Any) -> None:
     """Count a block by exact exponents."""
     highest, mantissa = _normalised(top)
-    c = _class(mantissa)
+    c, counts = _class(mantissa), _counts_of(found)
     for value in values:
         magnitude = np.uint32(value << np.uint32(1))
         if magnitude:
             field, mantissa = _normalised(magnitude)
             distance = min(highest - field, DISTANCES - 1)
-            for each in range(0, c + 1, max(c, 1)):
-                counts[0, each, distance] += 1
-                counts[1, each, distance] += mantissa == 0
+            counts[0, c, distance] += 1
+            counts[1, c, distance] += mantissa == 0
             for k in range(len(_CUTS)):
-                over[k] += distance == 0 and mantissa > _CUTS[k]
+                found[_OVER + k] += distance == 0 and mantissa > _CUTS[k]
 
 
 @compiled
-def _add_others(tile: Any, words: Any, blocks: Any, vectors: Any, counts: Any, found: Any) -> Any:
+def _add_others(tile: Any, values: Any, blocks: Any, vectors: Any, found: Any) -> Any:
     """Count the blocks that are not in the planes; return the address of the words with zeros in their place."""
-    size, values = vectors * LANES, _words_at(words, tile)
+    size = vectors * LANES
     for j in range(len(values)):
         tile.chosen[j] = values[j]
     for block in range(blocks):
         top = tile.tops[block * vectors]
         field = top >> np.uint32(_FIELD)
-        if _LEAST_FIELD <= field <= _MOST_FIELD or top == 0:
-            continue
-        if field == _BROKEN_FIELD:
-            found[_BROKEN] += 1
-        elif field < _TINY_FIELD:
-            found[_TINY] += 1
-        else:
-            _add_one_by_one(values[block * size : (block + 1) * size], top, counts, found[_OVER:])
-        tile.chosen[block * size : (block + 1) * size] = np.uint32(0)
+        if not _LEAST_FIELD <= field <= _MOST_FIELD:
+            if _TINY_FIELD <= field < _BROKEN_FIELD:
+                _add_one_by_one(values[block * size : (block + 1) * size], top, found)
+            tile.chosen[block * size : (block + 1) * size] = np.uint32(0)
     return _place(tile.chosen)
 
 
 @compiled
 def _counts_of(found: Any) -> Any:
-    return found[:_OVER].reshape(_KINDS, _CLASSES, DISTANCES)
+    return found[:_MAXIMA].reshape(_KINDS, _CLASSES, DISTANCES)
 
 
 @compiled
@@ -641,30 +780,33 @@ def _add_tiles(tile: Any, words: Any, blocks: Any, vectors: Any, ahead: Any, fou
     Args:
         ahead: how many bytes after the words to prefetch meanwhile.
     """
-    counts, most = _counts_of(found), max(_TILE // (LANES * vectors), 1)
+    most = max(_TILE // (LANES * vectors), 1)
     is_shared = vectors <= LANES and not vectors & (vectors - 1)
-    tops, powers, found_at, sets = _place(tile.tops), _place(tile.powers), _place(found), _place(tile.sets)
-    limits, listed = _place(tile.limits), _place(tile.listed)
+    tops, sets, listed = _place(tile.tops), _place(tile.sets), _place(tile.listed)
+    maxima = _place(tile.halves), _place(tile.order), _place(tile.windows), tile.windows.shape[1]
     while blocks > 0:
         now = min(blocks, most)
         length, groups = now * vectors, -(-now * vectors // LANES)
-        measure(words, tops, groups, vectors if is_shared else 1, words + ahead)
+        least = measure(words, tops, groups, vectors if is_shared else 1, words + ahead)
         if not is_shared:
             _spread_tops(tile.tops[:length], vectors)
-        inside, zeros = sort(tops, limits, listed, groups)
+        if least == 0:
+            least = count_zeros(words, _place(tile.zeros), length)
+            _add_zeros(tile.tops[:length], tile.zeros, vectors, tile.found_zeros)
+        inside, lowest, highest, zeros = sort(tops, maxima[0], listed, groups)
         # The padding of the last group has only zeros, too.
         found[_ZERO] += (zeros - (groups * LANES - length)) // vectors
-        counted = words
+        if highest:
+            _add_maxima(maxima, sets, groups, lowest, highest, zeros, found)
+        values, counted = _words_at(words, groups * planes.COLUMNS), words
         if inside + zeros < groups * LANES:
-            counted = _add_others(tile, words, now, vectors, counts, found)
+            counted = _add_others(tile, values, now, vectors, found)
         if inside:
-            if _add_classes(counted, ahead, tile.listed, sets, powers, found_at, np.int64(0)):
-                _add_subnormal_powers(tile, counted, counts)
-            lanes = np.int64(0)
-            for turn in range(groups):
-                lanes += ones(np.uint64(tile.powers[turn]))
-            if lanes:
-                _add_powers(tile, counted, lanes, found)
+            most_distant = (highest >> _FIELD) - (least >> _FIELD)
+            if _add_classes(counted, words + ahead, tile.listed, sets, found, most_distant):
+                _add_powers(counted, tile.listed, _place(tile.places), tile.found_powers)
+            if least <= _MANTISSA:
+                _add_subnormal_powers(tile.tops, _words_at(counted, len(values)), _counts_of(found))
         words, blocks = words + VECTOR_BYTES * length, blocks - now
 
 
@@ -777,7 +919,7 @@ def _work(address: Any) -> None:
         _add_blocks(given, first, last, tile, counting, found)
         start, length, turn = shares.next_values(address, own, turn)
     kernels.finish32(owners[0])
-    _finish(owners[1], _counts_of(found))
+    _finish(owners[1], found)
 
 
 @compiled_for("void(int64, int64, int64, int64, int64, int64, UniTuple(int64, 2))")
@@ -790,21 +932,19 @@ def _count(work: Any, given: Any, length: Any, found: Any, width: Any, threads: 
 
 
 @compiled
-def _finish(tile: Any, counts: Any) -> None:
-    """Count what the planes still hold, and subtract the higher classes from all."""
-    for kind in range(_KINDS):
-        for reach in range(_REACHES):
-            for c in range(_CLASSES):
-                planes_at = _place(tile.sets[_set_number(kind, reach, c)])
-                counts_at, state = _counts_place(_place(counts), kind, reach, c), _state_of(planes_at)
-                if state[0]:
-                    # No turn has filled the other columns.
-                    _rows_of(planes_at)[planes.LOWER, LANES * state[0] :] = np.uint32(0)
-                    _end_block(planes_at, counts_at)
-                if state[1]:
-                    _take(planes_at, counts_at)
-    for c in range(1, _CLASSES):
-        counts[:, 0] -= counts[:, c]
+def _finish(tile: Any, found: Any) -> None:
+    """Count what the planes still hold, and add the copies of counters."""
+    for number in range(_SETS):
+        planes_at = _planes_place(_place(tile.sets), number)
+        counts_at, state = _counts_place(_place(found), number), _state_of(planes_at)
+        if state[0]:
+            # No turn has filled the other columns.
+            _rows_of(planes_at)[planes.LOWER, LANES * state[0] :] = np.uint32(0)
+            _end_block(planes_at, counts_at)
+        if state[1]:
+            _take(planes_at, counts_at)
+    found[_CLASSES * DISTANCES : _MAXIMA] += tile.found_powers.sum(0)
+    found[_ZEROS:_OVER] += tile.found_zeros.sum(0)
 
 
 _WORK = function_of_c(_work)
@@ -850,15 +990,20 @@ def count(
         found[_ROW + ZEROS] -= number * (padded - elements)
         row.copy_(merge_rows([row, torch.from_numpy(found[_ROW:])]))
     distances, powers = (
-        tuple(map(tuple, each)) for each in found[:_OVER].reshape(_KINDS, _CLASSES, DISTANCES).tolist()
+        tuple(map(tuple, each)) for each in found[:_MAXIMA].reshape(_KINDS, _CLASSES, DISTANCES).tolist()
     )
-    *over, zero, broken, tiny = found[_OVER:_ROW].tolist()
+    inside, (*over, zero) = slice(_TINY_FIELD, _BROKEN_FIELD), found[_OVER:_ROW].tolist()
+    fields, zeros = found[_MAXIMA:_ZEROS][::-1] // (padded // LANES), found[_ZEROS:_OVER]
+    maxima, broken, tiny = fields[inside], int(fields[_BROKEN_FIELD]), int(fields[:_TINY_FIELD].sum())
+    nonzero = maxima * padded - zeros[inside]
     return BlockCounts(
         block,
         distances,
         powers,
+        tuple(maxima.tolist()),
+        tuple(nonzero.tolist()),
         (over[0], over[1]),
-        zeros=elements * (number - broken - tiny) - sum(map(sum, distances)),
+        zeros=elements * (number - broken - tiny) - int(nonzero.sum()),
         blocks=number,
         zero_blocks=zero,
         broken_blocks=broken,

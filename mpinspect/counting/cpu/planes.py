@@ -77,6 +77,13 @@ class Sums:
             first = self._code.builder.or_(first, other)
         return first
 
+    def store(self, before: Any, after: Any) -> None:
+        """Add sixteen columns of the lower planes at one address; write the sums, and the carries, at another."""
+        for plane in range(LOWER):
+            self.add(self._code.load(before, plane * ROW_BYTES), plane)
+            self._code.store(self.total(plane), after, plane * ROW_BYTES)
+        self._code.store(self.carries(), after, LOWER * ROW_BYTES)
+
 
 def _add_block(context: Any, bits: Any, before: Any, after: Any, masks: Any) -> Any:
     """Add a block to copies of the lower planes, and return its extremes.
@@ -103,7 +110,6 @@ def _generate_add_block(context: Any, builder: Any, signature: Any, arguments: A
         """Process sixteen columns, whose 256 values are contiguous."""
         values = builder.add(bits, builder.mul(turn, constant(I64, LANES * VECTOR_BYTES)))
         offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
-        old, new = builder.add(before, offset), builder.add(after, offset)
         sums, nearest = Sums(code), constant(Words, 2**32 - 1)
         least, largest = ends
         for row in range(LANES):
@@ -119,10 +125,7 @@ def _generate_add_block(context: Any, builder: Any, signature: Any, arguments: A
             # The addition wraps mantissas near the top to small values, and moves 0 (a power of two) to _NEAR_TOP.
             moved = builder.add(turned, constant(Words, _NEAR_TOP))
             nearest = builder.select(nonzero, code.operation("umin", nearest, moved), nearest)
-        for plane in range(LOWER):
-            sums.add(code.load(old, plane * ROW_BYTES), plane)
-            code.store(sums.total(plane), new, plane * ROW_BYTES)
-        code.store(sums.carries(), new, LOWER * ROW_BYTES)
+        sums.store(builder.add(before, offset), builder.add(after, offset))
         found = builder.icmp_unsigned("<=", nearest, constant(Words, _NEAR_TOP + _BELOW))
         code.store(builder.bitcast(found, I16), builder.add(masks, builder.add(turn, turn)), 0)
         return [least, largest]

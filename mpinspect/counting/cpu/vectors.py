@@ -20,8 +20,7 @@ _cgutils: Any = numba.core.cgutils
 #: Bytes of a vector, and the 32-bit words in it.
 VECTOR_BYTES, LANES = 64, 16
 
-I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_I8: Any = ir.IntType(8)
+I8, I16, I32, I64 = (ir.IntType(width) for width in (8, 16, 32, 64))
 Words: Any = ir.VectorType(I32, LANES)
 
 
@@ -36,11 +35,11 @@ class Code:
     def __init__(self, builder: Any) -> None:
         self.builder = builder
 
-    def operation(self, name: str, *operands: Any, result: Any = None) -> Any:
-        """Return the result of an LLVM intrinsic, given by its name without the operands' type."""
+    def operation(self, name: str, *operands: Any, result: Any = None, suffix: str = "") -> Any:
+        """Return the result of an LLVM intrinsic, given by its name without the suffix, by default the operands' type."""
         kind = operands[0].type
         width = (kind.element if isinstance(kind, ir.VectorType) else kind).width
-        suffix = f"v{kind.count}i{width}" if isinstance(kind, ir.VectorType) else f"i{width}"
+        suffix = suffix or (f"v{kind.count}i{width}" if isinstance(kind, ir.VectorType) else f"i{width}")
         c_type = ir.FunctionType(result or kind, [operand.type for operand in operands])
         function = _cgutils.get_or_insert_function(self.builder.module, c_type, f"llvm.{name}.{suffix}")
         return self.builder.call(function, operands)
@@ -58,7 +57,7 @@ class Code:
 
     def prefetch(self, address: Any, offset: int, level: int = 1) -> None:
         """Prefetch a line into the cache of the first or second level; any address is allowed."""
-        place = self.place(address, offset, _I8)
+        place = self.place(address, offset, I8)
         kinds = [place.type, I32, I32, I32]
         function = _cgutils.get_or_insert_function(
             self.builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0"

@@ -74,7 +74,7 @@ def in_run(report: RecipeReport | None, session: Session) -> Iterator[Block]:
     yield _judgements(report)
     yield from _change(report)
     yield _table(report)
-    yield Items((*map(Item, _notes(report)), Item("Experts in one parameter are judged by compare_recipes alone.")))
+    yield Items(tuple(map(Item, _notes(report))))
     if any(_is_delayed(recipe) for recipe in report.recipes):
         yield Items(tuple(map(Item, _on_stale_scales(session))))
 

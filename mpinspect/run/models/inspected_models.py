@@ -171,6 +171,15 @@ class InspectedModels:
             if each.inspector.attached and (model := each.inspector.model) is not None
         }
 
+    @property
+    def are_by_hand(self) -> bool:
+        """Whether models are attached, and no optimizer is known of any: the loop updates them itself."""
+        return bool(self.attached()) and not any(each.had_optimizers for each in self.all)
+
+    def rarer_work(self) -> int:
+        """Return a number that changes with each piece of rarer work in any model (``RarerWork``)."""
+        return sum(each.inspector.rarer_work for each in self.all)
+
     def steps(self) -> dict[str, int]:
         """Return the number of steps that have ended, by model."""
         return {each.name: each.inspector.steps for each in self.all}

@@ -310,13 +310,15 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
         is_fault = absorbed.unchanged >= _MOSTLY and not begins_near_zero
         says, fix, code = _Absorbed.NOTHING_CHANGES, _Absorbed.STREAM_IN_FP32, _Absorbed.CAST
         if absorbed.times > 1:
+            # Such a sum has lost most of its terms, although it has changed until it stopped.
+            is_fault = True
             says, fix, code = _Absorbed.SUM_STOPS, _Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32
         yield _found(absorbed, (says, also), fix.when(is_fault), code.when(is_fault), words, is_mild=not is_fault)
 
 
 class _Kept(Sentences):
     BUFFER_STOPS = (
-        "In step {step}, in {place}, {changes} in {dtype:format} leave {unchanged:percent} of the buffer {buffer!r} as it was: "
+        "In step {step}, in {place}, {changes} in {dtype:format} leave {unchanged:percent} of the {sort} {buffer!r} as it was: "
         "they change it by less than half a unit in the last place of its values."
     )
     STOPS = (
@@ -333,6 +335,8 @@ class _Kept(Sentences):
     )
     IN_FP32 = "Keep this tensor in FP32, and add FP32 terms to it."
     SCALED_IN_FP32 = "Keep this tensor in FP32, or a schedule's number as a Python float."
+    WEIGHT_IN_FP32 = "Keep this weight in FP32, change it there, and cast it where it is used."
+    MASTER = "master = weight.detach().float()  # once\nmaster.add_(update)\nweight.copy_(master)"
     NUMBER = "Keep this sum in FP32 or as a Python number; a counter is best an integer."
     REGISTER = 'self.register_buffer("{name}", torch.zeros(shape, dtype=torch.float32))'
     UNCAST = "buffer = model.get_buffer({path})\nbuffer.data = buffer.data.float()  # after model.to(dtype)"
@@ -348,7 +352,8 @@ _SCALING = {"mul": "multiplications", "div": "divisions", "pow": "powers", "lerp
 
 
 def _sum_stops(case: Case) -> Iterator[Found]:
-    """A moving average, running sum, counter or schedule in 16 bits that no longer changes, or will not for long.
+    """A moving average, running sum, counter or schedule in 16 bits, or a weight that the loop changes, that no longer changes or
+    will not for long.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
@@ -363,8 +368,11 @@ def _sum_stops(case: Case) -> Iterator[Found]:
         if is_scaled:
             fix = _Kept.BUFFER_SCALED_IN_FP32.when(buffer) or _Kept.SCALED_IN_FP32
             code = _Kept.UNCAST.when(buffer) or _Kept.FLOAT
+        if frozen.is_weight:
+            fix, code = _Kept.WEIGHT_IN_FP32, _Kept.MASTER
         words = {
             "buffer": buffer,
+            "sort": ("buffer", "weight")[frozen.is_weight],
             "name": buffer.rpartition(".")[2],
             "path": quoted(buffer),
             "changes": changes,
