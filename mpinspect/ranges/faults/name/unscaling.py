@@ -298,9 +298,7 @@ def _updated_before(found: Sequence[DividedByAnother], case: Case) -> Iterator[F
     is_updated = says is _OtherScale.UPDATED
     words = {"changes": changes}
     also, is_mild = _OtherScale.CHANGED.when(is_updated and changes > 0), is_updated and changes < 1
-    # The order of the calls is about all of an optimizer's gradients.
-    layer = found[0].name * (says is _OtherScale.OTHER_SCALER)
-    yield Found.of(case, found, (says, also), fix, code, words=words, layer=layer, is_mild=is_mild)
+    yield Found.of(case, found, (says, also), fix, code, words=words, layer=found[0].name, is_mild=is_mild)
 
 
 # -- divided too early, or not multiplied --------------------------------------------------------------------------------
