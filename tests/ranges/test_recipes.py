@@ -652,12 +652,40 @@ def test_bad_input_is_named() -> None:
         mpinspect.compare_recipes(model, _loss, [])
     with pytest.raises(ValueError, match="names no recipe"):
         mpinspect.compare_recipes(model, _loss, [x], ["fp7"])
+    for recipes in (5, None, [None]):
+        with pytest.raises(TypeError, match="such as 'mxfp8'"):
+            mpinspect.compare_recipes(model, _loss, [x], recipes)  # type: ignore[arg-type]
+        if recipes:
+            with pytest.raises(TypeError, match="such as 'mxfp8'"):
+                mpinspect.Inspector(model, recipes=recipes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="name at least one"):
         mpinspect.compare_recipes(model, _loss, [x], [])
     with pytest.raises(ValueError, match=r"no torch\.nn\.Linear"):
         mpinspect.compare_recipes(nn.Conv2d(1, 1, 1), _loss, [x])
     with pytest.raises(ValueError, match=r"called a torch\.nn\.Linear"):
         mpinspect.compare_recipes(nn.ModuleList([nn.Linear(2, 2)]), lambda m, b: m[0].weight.sum(), [x])
+
+
+def test_a_complex_layer_is_named_as_not_judged() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.real, self.complex = nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.complex64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.complex(self.real(x).to(torch.complex64)).abs()  # type: ignore[no-any-return]
+
+    report = mpinspect.compare_recipes(Net(), _loss, [_batch()], ["mxfp8"])
+    assert (list(report.modules), report.not_called) == (["real"], ("complex",))
+
+
+def test_a_layer_that_is_the_whole_model_has_a_name_and_infinities_are_said_first() -> None:
+    report = mpinspect.compare_recipes(nn.Linear(64, 20), _loss, [torch.full((4, 64), math.inf)], ["mxfp8"])
+    text = " ".join(str(report).split())
+    assert (
+        "MXFP8 serves every product, leaving out the infinities and NaN in the model itself; the model itself can't be "
+        "converted"
+    ) in text
 
 
 def test_an_own_recipe_is_compared() -> None:

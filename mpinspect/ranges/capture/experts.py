@@ -26,6 +26,12 @@ Part = int | slice
 Split = Callable[..., Iterator[tuple[Part, torch.Tensor]]]
 
 
+_COMPILED = (
+    "the recipes' losses in experts that are one parameter are not measured where torch.compile has compiled code: "
+    "compare_recipes measures them"
+)
+
+
 def has_matrices(parameter: torch.Tensor | None) -> bool:
     """Return whether a parameter may hold a matrix for each of several experts."""
     return is_plain(parameter) and parameter.dim() == 3 and parameter.shape[0] > 1 and parameter.numel() > 0
@@ -162,7 +168,10 @@ class ExpertModules(Guarded):
 
     @guarded
     def _enter(self, layer: Layer, *_: Any) -> None:
-        if self._measuring is None or layer.path in self._modes or not torch.is_grad_enabled() or compiled_graphs():
+        if self._measuring is None or layer.path in self._modes or not torch.is_grad_enabled():
+            return
+        if compiled_graphs():
+            self._note(_COMPILED)
             return
         mode = ExpertProducts(_parameters(layer), self._measuring, self.measure)
         mode.__enter__()  # type: ignore[no-untyped-call]

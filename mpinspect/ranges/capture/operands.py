@@ -113,7 +113,7 @@ def may_be_layer(module: torch.nn.Module) -> bool:
 def _weight(module: torch.nn.Module, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
     """Return a layer's weight with the shape (output features, input features), without gradients; None of another module."""
     if isinstance(module, torch.nn.Linear):
-        return module.weight.detach()
+        return module.weight.detach() if output.is_floating_point() else None
     parameters = registered(module, "_parameters")
     own: list[torch.Tensor] = [
         each.detach() for name in ("weight", "bias") if (each := parameters.get(name)) is not None

@@ -126,6 +126,8 @@ def _judgements(report: RecipeReport) -> Items:
 def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> str:
     unserved, unsuited = report.unserved(recipe), report.unsuited(recipe)
     sentence = "serves every product"
+    if report.broken:
+        sentence = f"serves every product, leaving out the infinities and NaN in {modules_named(report.broken)}"
     if unserved:
         sentence = f"flushes over 1% of an operand's L1 mass in {modules_named(unserved)}"
     if unsuited:
