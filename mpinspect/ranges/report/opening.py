@@ -170,7 +170,7 @@ def _culprit(
         return _of_event(event, layers, watched, line_of(finding) if finding is not None else "")
     if finding is None:
         return _NOBODY
-    said = f"{finding.id}{filled(', from step {:,} on', finding.step)}"
+    said = f"{finding.id}{filled(', first seen in step {:,}', finding.step)}"
     otherwise = line_of(finding) or "no single layer"
     return _in_module(finding.layer, otherwise, said, finding.step, layers, watched)
 
