@@ -2,13 +2,14 @@
 
     python benchmarks/blocks.py [--json benchmarks/results/blocks-cpu.json] [--repeats 9] [--quick]
 
-All ways read the same matrix, in turn, and each repetition begins with another one. Times are the process's CPU time, medians
-over the repetitions, so that other programs disturb less. One orientation is counted: blocks along rows, as fprop's operands have
-them, or along columns (the transposed matrix), as wgrad's.
+All ways read the same matrix, in turn, and each repetition begins with another one. The targets are of medians of the process's
+CPU time, so that other programs disturb less; ratios of the least CPU time and of the wall-clock time stand beside. One
+orientation is counted: blocks along rows, as fprop's operands have them, or along columns (the transposed matrix), as wgrad's.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -26,14 +27,23 @@ from mpinspect.counting.blocks import blocks_and_exponents
 
 #: 25 M elements; tiles, threads' parts and blocks of 128 x 128 divide it.
 SHAPE, QUICK = (6016, 4096), (128, 4096)
-CASES = ((torch.float32, DENSE), (torch.float32, HALF_ZEROS), (torch.float32, WIDE), (torch.bfloat16, DENSE))
+BF16_VALUES = "bfloat16 values"
+CASES = (
+    *((torch.float32, data) for data in (DENSE, HALF_ZEROS, WIDE, BF16_VALUES)),
+    (torch.bfloat16, DENSE),
+)
 BLOCKS = ((1, 32), (1, 16), (1, 128), (128, 128))
 EXPONENTS, PROMISED, COLUMNS = "exponents", "1x32", "1x32 columns"
 
 
 @dataclass
 class Row:
-    """One way on one kind of data. ``over_exponents``: relative to the exponents alone, which the others count, too."""
+    """One way on one kind of data. ``over_exponents``: relative to the exponents alone, which the others count, too.
+
+    Args:
+        ms, over_exponents: medians of the CPU time; ``least``: of the least CPU time.
+        wall, least_wall: ratios of the wall-clock time, median and least.
+    """
 
     dtype: str
     data: str
@@ -41,6 +51,9 @@ class Row:
     way: str
     ms: float
     over_exponents: float
+    least: float
+    wall: float
+    least_wall: float
 
 
 def ways(values: torch.Tensor) -> dict[str, Callable[[], Any]]:
@@ -55,30 +68,53 @@ def ways(values: torch.Tensor) -> dict[str, Callable[[], Any]]:
 def measure(dtype: torch.dtype, data: str, threads: int, shape: tuple[int, int], repeats: int) -> list[Row]:
     """Measure all ways on one kind of data."""
     torch.set_num_threads(threads)
-    calls = ways(fresh(data, shape[0] * shape[1], dtype).reshape(shape))
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    drawn = fresh(DENSE, math.prod(shape), torch.bfloat16).float() if data == BF16_VALUES else None
+    calls = ways((fresh(data, math.prod(shape), dtype) if drawn is None else drawn).reshape(shape))
+    cpu: dict[str, list[float]] = {name: [] for name in calls}
+    wall: dict[str, list[float]] = {name: [] for name in calls}
     for repetition in range(repeats):
         for name, call in in_turn(calls, repetition).items():
-            started = time.process_time()
+            started, began = time.process_time(), time.perf_counter()
             call()
-            seconds[name].append(time.process_time() - started)
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+            cpu[name].append(time.process_time() - started)
+            wall[name].append(time.perf_counter() - began)
     name = str(dtype).removeprefix("torch.")
-    return [Row(name, data, threads, way, taken * 1e3, taken / medians[EXPONENTS]) for way, taken in medians.items()]
+
+    def over(seconds: dict[str, list[float]], of: Callable[[list[float]], float], way: str) -> float:
+        return of(seconds[way]) / of(seconds[EXPONENTS])
+
+    return [
+        Row(
+            name,
+            data,
+            threads,
+            way,
+            statistics.median(cpu[way]) * 1e3,
+            *(over(seconds, of, way) for seconds in (cpu, wall) for of in (statistics.median, min)),
+        )
+        for way in calls
+    ]
 
 
 def promises(rows: list[Row]) -> list[dict[str, Any]]:
     """Return the targets with the larger ratio of one and two threads."""
     return [
         checked(
-            key, max(row.over_exponents for row in rows if (row.dtype, row.data, row.way) == (dtype, DENSE, PROMISED))
+            key,
+            max(row.over_exponents for row in rows if (row.dtype, row.data, row.way) == (dtype, data, PROMISED)),
         )
-        for key, dtype in (("blocks.float32", "float32"), ("blocks.bfloat16", "bfloat16"))
+        for key, dtype, data in (
+            ("blocks.float32", "float32", DENSE),
+            ("blocks.wide", "float32", WIDE),
+            ("blocks.bfloat16_values", "float32", BF16_VALUES),
+            ("blocks.bfloat16", "bfloat16", DENSE),
+        )
     ]
 
 
 def line(row: Row) -> str:
-    return f"{row.dtype:9} {row.data:12} {row.threads} threads {row.way:14} {row.ms:8.2f} ms {row.over_exponents:6.2f}x exponents"
+    ratios = f"{row.over_exponents:5.2f}x (least {row.least:.2f}x), wall {row.wall:.2f}x ({row.least_wall:.2f}x)"
+    return f"{row.dtype:9} {row.data:15} {row.threads} threads {row.way:14} {row.ms:8.2f} ms {ratios}"
 
 
 def main() -> None:

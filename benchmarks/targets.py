@@ -52,6 +52,8 @@ TARGETS: dict[str, Target] = {
         1.6,
         "x",
     ),
+    "blocks.wide": Target("blocks", "25 M float32 whose blocks fit no window of 32 exponents: the same", 1.6, "x"),
+    "blocks.bfloat16_values": Target("blocks", "25 M float32 with values of bfloat16: the same", 1.6, "x"),
     "blocks.bfloat16": Target("blocks", "25 M bfloat16: the same", 1.6, "x"),
     "overhead.default": Target(
         "overhead", "GPT: weight and activation gradients, every step, watch on, in callbacks over the step", 0.04, "%"

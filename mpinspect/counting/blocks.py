@@ -31,6 +31,8 @@ from mpinspect.runtime.distributed import local_part, place_of
 
 #: The exponents of a scale of eight bits without mantissa (E8M0).
 _LEAST_SCALE, _GREATEST_SCALE = -127, 127
+#: Dtypes with two numbers to an element, which torch can't read.
+_PACKED = (getattr(torch, "float4_e2m1fn_x2", None),)
 #: The number of elements examined at once; some temporary tensors have 8 bytes an element.
 _AT_ONCE = 1 << 18
 
@@ -50,9 +52,9 @@ def count_blocks(tensor: torch.Tensor, block: tuple[int, int] = (1, 32)) -> Bloc
     said in ``cut_blocks``.
 
     Raises:
-        TypeError: the tensor is not of a floating-point dtype.
-        ValueError: a negative size of a block, a tensor on the meta device, or shards along an inner dimension whose rows a
-            block shares.
+        TypeError: not a dense tensor of a floating-point dtype.
+        ValueError: a block that is not two integers, or has a negative size; a tensor on the meta device; shards along an inner
+            dimension whose rows a block shares.
     """
     return blocks_and_exponents(tensor, block)[0]
 
@@ -283,9 +285,13 @@ def _split(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values as a matrix, on the CPU if they are on MPS; in float32 unless their dtype is float16 or bfloat16."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor is of type {type(tensor).__name__}: give a torch.Tensor")
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        raise TypeError(f"a tensor of the layout {tensor.layout} has no rows of blocks: give its dense values")
+    if not tensor.is_floating_point() or tensor.dtype in _PACKED:
+        raise TypeError(f"a tensor of {tensor.dtype} has no scales: give one of a floating-point dtype")
     values = detached_values(tensor)
-    if not values.is_floating_point():
-        raise TypeError(f"a tensor of {values.dtype} has no scales: give one of a floating-point dtype")
     if values.is_meta:
         raise ValueError("a tensor on the meta device has no values to count")
     if values.device.type == "mps":
@@ -298,8 +304,8 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _size(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
-    if min(block) < 0:
-        raise ValueError(f"a block of {block} has a negative size: give rows and columns, or 0 for all")
+    if not isinstance(block, tuple) or [type(each) for each in block] != [int, int] or min(block) < 0:
+        raise ValueError(f"block is {block!r}: give two integers that are not negative, rows and columns, or 0 for all")
     rows, columns = (each or max(whole, 1) for each, whole in zip(block, shape, strict=True))
     return rows, columns
 

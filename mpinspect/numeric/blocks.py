@@ -110,7 +110,7 @@ class BlockCounts:
         return sum(map(sum, self.distances))
 
     def flushed(self, quantization: Quantization) -> int:
-        """Return how many non-zero elements a recipe rounds to zero, exactly.
+        """Return how many non-zero elements of counted blocks a recipe rounds to zero, exactly; of tiny blocks there are bounds.
 
         Raises:
             ValueError: the scale is no power of two by the rule FLOOR or RCEIL, the blocks have another size, or some are cut.

@@ -7,7 +7,7 @@ along its features for one product and along its tokens for another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from mpinspect.numeric.formats import FLOAT4_E2M1, FLOAT8_E4M3, FLOAT8_E5M2, FORMATS, FloatFormat
@@ -206,14 +206,26 @@ def recipe_of(products: Products) -> TrainingRecipe | None:
     return next((recipe for recipe in RECIPES.values() if recipe.products == products), None)
 
 
+def as_recipes(given: TrainingRecipe | str | Iterable[TrainingRecipe | str]) -> tuple[TrainingRecipe, ...]:
+    """Return one or several recipes, given by name or as they are, each once. Raises: as ``as_recipe``."""
+    if isinstance(given, (TrainingRecipe, str)):
+        given = (given,)
+    if not isinstance(given, Iterable):
+        raise TypeError(f"recipes={given!r}: give names, such as 'mxfp8'")
+    return tuple(dict.fromkeys(map(as_recipe, given)))
+
+
 def as_recipe(given: TrainingRecipe | str) -> TrainingRecipe:
     """Return the recipe of a name; a recipe is returned unchanged.
 
     Raises:
+        TypeError: neither a name nor a recipe.
         ValueError: no recipe has this name; the message lists all names.
     """
     if isinstance(given, TrainingRecipe):
         return given
+    if not isinstance(given, str):
+        raise TypeError(f"{given!r} names no recipe: give a name, such as 'mxfp8'")
     found = RECIPES.get(given.lower().replace("_", "-"))
     if found is None:
         raise ValueError(f"{given!r} names no recipe: there are {', '.join(RECIPES)}")

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from mpinspect.numeric.formats import FormatLike
-from mpinspect.numeric.recipes import TrainingRecipe, as_recipe
+from mpinspect.numeric.recipes import RECIPES, TrainingRecipe, as_recipes
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.at_exit import AtExit, print_report
@@ -402,12 +402,12 @@ def _kinds(asked: Iterable[str], parameters: Iterable[model_layers.WatchedParame
 
 
 def _recipes(given: str | Iterable[str], kinds: Collection[str]) -> tuple[TrainingRecipe, ...]:
-    names = model_layers.several(given)
-    if names and not kinds:
+    chosen = as_recipes(() if given is None else given)
+    if chosen and not kinds:
         raise ValueError("recipes are measured in sampled steps, and capture=() samples none: capture a kind")
-    if not all(isinstance(name, str) for name in names):
+    if any(RECIPES.get(recipe.name) != recipe for recipe in chosen):
         raise TypeError(f"recipes={given!r}: give names, such as 'mxfp8' (compare_recipes takes recipes of your own)")
-    return tuple(dict.fromkeys(map(as_recipe, names)))
+    return chosen
 
 
 def _optimizers(given: object) -> list[torch.optim.Optimizer]:

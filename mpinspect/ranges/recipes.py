@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from mpinspect.numeric.recipes import TrainingRecipe, as_recipe
+from mpinspect.numeric.recipes import TrainingRecipe, as_recipes
 from mpinspect.ranges.analysis.recipe_comparison import RecipeReport, product_rows
-from mpinspect.ranges.capture.operands import ExpertProducts, OperandLosses, may_be_layer
+from mpinspect.ranges.capture.experts import ExpertProducts
+from mpinspect.ranges.capture.operands import OperandLosses, may_be_layer
 from mpinspect.ranges.capture.passes import LossFunction, materialised, require_loss
 from mpinspect.runtime.untouched import ModelState, RandomState
 from mpinspect.runtime.wrappers import compiled_modules_eager
@@ -48,14 +49,15 @@ def compare_recipes(
     Takes several times as long as the batches' training steps. Synchronises the device.
 
     Raises:
-        TypeError: model is not a Module, loss_fn is not callable, the loss is not a tensor, or batches is not an iterable.
+        TypeError: model is not a Module, loss_fn is not callable, the loss is not a tensor, batches is not an iterable, or
+            recipes are neither names nor recipes.
         ValueError: no batches, no or an unknown recipe, no called layer, a loss that is not one number or has no graph.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model is of type {type(model).__name__}, not a torch.nn.Module")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is of type {type(loss_fn).__name__}: give a function of the model and a batch")
-    chosen = tuple(dict.fromkeys(as_recipe(each) for each in ([recipes] if isinstance(recipes, str) else recipes)))
+    chosen = as_recipes(recipes)
     if not chosen:
         raise ValueError("recipes is empty: name at least one, such as 'mxfp8'")
     layers = {path: module for path, module in model.named_modules() if may_be_layer(module)}
@@ -102,7 +104,7 @@ def _run(
 ) -> int:
     """Run the batches with the layers measured; restore the model, and return the number of batches."""
     random, state = RandomState.now(), ModelState(model)
-    experts = ExpertProducts(model, measuring)
+    experts = ExpertProducts(model.named_parameters(), measuring)
     handles = [layer.register_forward_hook(partial(_called, measuring, path)) for path, layer in layers.items()]
     try:
         given = materialised(batches)

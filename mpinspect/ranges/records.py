@@ -521,13 +521,11 @@ class BornInfinite(Record, kind="second-born"):
     Args:
         elements, of: the number of such elements, and of all.
         largest: their largest exact magnitude; 0 if the operator is not to blame but the rounding of its inputs.
-        in_set_up: whether it ran before the first step.
     """
 
     elements: float
     of: float
     largest: float
-    in_set_up: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

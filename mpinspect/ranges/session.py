@@ -418,6 +418,7 @@ class OperandRecord:
         loss: the sums over these steps.
         steps: number of these steps.
         is_linear: whether the module is a torch.nn.Linear, which torchao and TransformerEngine convert.
+        is_experts: whether ``module`` is a parameter with a matrix for each expert, and the loss is that of all.
     """
 
     module: str
@@ -428,6 +429,7 @@ class OperandRecord:
     loss: QuantizationLoss = field(default_factory=QuantizationLoss)
     steps: Count = 1
     is_linear: bool = True
+    is_experts: bool = False
 
     @property
     def key(self) -> tuple[str, str, str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from mpinspect.reporting.active_run import ActiveRun
 from mpinspect.run.models.attach_lock import AttachLock
 from mpinspect.run.models.compiled import Compiled
-from mpinspect.run.models.set_up import SetUp
 from mpinspect.run.models.torch_patches import TorchPatches
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Recordings, Seen
@@ -60,14 +58,11 @@ class Watcher(Guarded):
         self._compiled = Compiled()
         self._patches = TorchPatches(self)
         self._parts: _Parts | None = None
-        self._set_up: SetUp | None = SetUp(seen.note)
 
     def install(self) -> None:
         """Patch torch; most of mpinspect is imported only when the script makes an optimizer or runs a backward."""
         self._active = True
         self._patches.install()
-        if self._set_up is not None and self._options.max_overhead in (None, math.inf):
-            self._set_up.begin()
 
     def finish(self) -> Recordings:
         """Remove the patches, detach from every model (waits for the GPU) and return the recordings. Never raises."""
@@ -98,7 +93,6 @@ class Watcher(Guarded):
         Takes no lock: another thread of the parent may have held it at the fork.
         """
         self._active = False
-        self._leave_set_up()
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.attaching.give_up()
@@ -111,21 +105,8 @@ class Watcher(Guarded):
         self._patches.listen_last()
         parts = self._made()
         by_hand = any(not each.had_optimizers for each in parts.models.all)
-        self._end_set_up(parts)
         self._patches.watch_backwards_ends(by_hand)
         self._patches.watch_backwards(by_hand or not parts.backwards.settled)
-
-    @guarded
-    def _end_set_up(self, parts: _Parts) -> None:
-        """Record the script's constants that were computed twice, at the first model."""
-        if self._set_up is not None:
-            set_up, self._set_up = self._set_up, None
-            models = parts.models.attached()
-            records, parts.one_step.constants = set_up.end(
-                each for model in models.values() for each in model.buffers()
-            )
-            for record in records:
-                parts.models.record(tuple(models), record, dict.fromkeys(models, 0))
 
     # -- called by TorchPatches: these must not raise --------------------------------------------------------------------
 
@@ -232,14 +213,8 @@ class Watcher(Guarded):
             with self._lock.held():
                 self._parts.one_step.scaler_stepped(optimizer)
 
-    def _leave_set_up(self) -> None:
-        if self._set_up is not None:
-            self._set_up.leave()
-            self._set_up = None
-
     def _finish(self) -> Recordings:
         self._active = False
-        self._leave_set_up()
         with self._lock.held():
             self._patches.remove()
             parts = self._parts

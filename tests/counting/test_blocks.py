@@ -313,6 +313,18 @@ def test_bad_input_is_named() -> None:
         count_blocks(torch.ones(3), (1, -1))
     with pytest.raises(ValueError, match="meta"):
         count_blocks(torch.ones(3, device="meta"))
+    for block in ((1,), (1, 2, 3), (1.0, 32), "1x32", 32, None):
+        with pytest.raises(ValueError, match="two integers"):
+            count_blocks(torch.ones(3, 32), block)  # type: ignore[arg-type]
+    for other in ([1.0], None, np.ones(3)):
+        with pytest.raises(TypeError, match=type(other).__name__):
+            count_blocks(other)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="complex64"):
+        count_blocks(torch.ones(3, dtype=torch.complex64))
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    for each in (torch.eye(32).to_sparse(), ragged):
+        with pytest.raises(TypeError, match="dense values"):
+            count_blocks(each)
     counts = count_blocks(torch.ones(3, 32))
     with pytest.raises(ValueError, match="flushed_bounds"):
         counts.flushed(FP32_SCALES[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import json
 import math
@@ -10,6 +11,7 @@ import re
 import sys
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from operator import add
 from types import ModuleType
 from typing import Any, ClassVar
@@ -18,12 +20,15 @@ import pytest
 import torch
 import torchao_here
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import mpinspect
 from mpinspect.counting.blocks import quantised
 from mpinspect.numeric.recipes import MXFP4, MXFP8_E4M3, RECIPES, Products, TrainingRecipe, uniform
-from mpinspect.ranges.analysis.recipe_comparison import ProductRow, RecipeReport
+from mpinspect.ranges.analysis.recipe_comparison import ProductRow, RecipeReport, recipe_report
 from mpinspect.ranges.capture.layers import Selection, find_layers
+from mpinspect.ranges.capture.operands import OperandLosses
 from mpinspect.ranges.faults.measure.converted import converted_layers
 from mpinspect.ranges.report.recipes import document
 from mpinspect.reporting.text import render
@@ -329,6 +334,78 @@ def test_experts_in_one_parameter_are_judged_as_a_linear_for_each_expert_would_b
     assert _row(found, "before", "fprop").cells == _row(expected, "before", "fprop").cells
 
 
+def _run(model: nn.Module, x: torch.Tensor, forward: Callable[..., torch.Tensor]) -> mpinspect.Inspector:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mpinspect.Inspector(model, optimizers=optimizer, recipes=["mxfp4"]) as inspector:
+        for _ in range(2):
+            forward(model, x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return inspector
+
+
+_CALLS: dict[str, Callable[..., torch.Tensor]] = {
+    "plain": lambda model, x: model(x),
+    "twice": lambda model, x: (model(x), model(x))[0],
+    "reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True),
+    "checkpoint": lambda model, x: checkpoint(model, x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("call", _CALLS)
+@pytest.mark.parametrize("form", ["loop", "bmm", "grouped"])
+def test_a_run_measures_experts_in_one_parameter_once_a_step_and_trains_the_same(form: str, call: str) -> None:
+    model, bare = _Experts(form), _Experts(form)
+    x = torch.randn(96, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    session = _run(model, x, _CALLS[call]).session()
+    optimizer, steps = torch.optim.SGD(bare.parameters(), lr=0.1), [copy.deepcopy(bare)]
+    for _ in range(2):
+        _CALLS[call](bare, x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(copy.deepcopy(bare))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), bare.parameters(), strict=True))
+    found = recipe_report(session)
+    expected = [mpinspect.compare_recipes(each, _loss, [x], ["mxfp4"]) for each in steps[:2]]
+    assert found is not None
+    assert (found.experts, found.not_linear) == (("weights",), ("weights",))
+    for product in ("fprop", "dgrad", "wgrad"):
+        cells = [_row(each, "weights", product).cells[0].operands for each in expected]
+        for operand, *each in zip(_row(found, "weights", product).cells[0].operands, *cells, strict=True):
+            assert operand.loss == each[0].loss + each[1].loss
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+class _Seen(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_loop_does_not_see_how_experts_are_measured() -> None:
+    x = torch.randn(96, 64)
+    numbers = []
+    for recipes in ((), ("mxfp4",)):
+        model = _Experts("loop")
+        with mpinspect.Inspector(model, recipes=recipes), _Seen() as seen:
+            model(x).square().mean().backward()
+        numbers.append(seen.number)
+    assert numbers[0] == numbers[1]
+
+
+def test_an_error_while_experts_are_measured_is_noted_and_the_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OperandLosses, "multiplied", lambda *_: 1 / 0)
+    model = _Experts("loop")
+    notes = " ".join(_run(model, torch.randn(96, 64), _CALLS["plain"]).session().notes)
+    assert "mpinspect failed in measure (" in notes
+    assert "the training is not affected" in notes
+
+
 def test_a_product_with_a_sparse_matrix_leaves_experts_judged() -> None:
     class Graph(_Experts):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -575,12 +652,40 @@ def test_bad_input_is_named() -> None:
         mpinspect.compare_recipes(model, _loss, [])
     with pytest.raises(ValueError, match="names no recipe"):
         mpinspect.compare_recipes(model, _loss, [x], ["fp7"])
+    for recipes in (5, None, [None]):
+        with pytest.raises(TypeError, match="such as 'mxfp8'"):
+            mpinspect.compare_recipes(model, _loss, [x], recipes)  # type: ignore[arg-type]
+        if recipes:
+            with pytest.raises(TypeError, match="such as 'mxfp8'"):
+                mpinspect.Inspector(model, recipes=recipes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="name at least one"):
         mpinspect.compare_recipes(model, _loss, [x], [])
     with pytest.raises(ValueError, match=r"no torch\.nn\.Linear"):
         mpinspect.compare_recipes(nn.Conv2d(1, 1, 1), _loss, [x])
     with pytest.raises(ValueError, match=r"called a torch\.nn\.Linear"):
         mpinspect.compare_recipes(nn.ModuleList([nn.Linear(2, 2)]), lambda m, b: m[0].weight.sum(), [x])
+
+
+def test_a_complex_layer_is_named_as_not_judged() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.real, self.complex = nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.complex64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.complex(self.real(x).to(torch.complex64)).abs()  # type: ignore[no-any-return]
+
+    report = mpinspect.compare_recipes(Net(), _loss, [_batch()], ["mxfp8"])
+    assert (list(report.modules), report.not_called) == (["real"], ("complex",))
+
+
+def test_a_layer_that_is_the_whole_model_has_a_name_and_infinities_are_said_first() -> None:
+    report = mpinspect.compare_recipes(nn.Linear(64, 20), _loss, [torch.full((4, 64), math.inf)], ["mxfp8"])
+    text = " ".join(str(report).split())
+    assert (
+        "MXFP8 serves every product, leaving out the infinities and NaN in the model itself; the model itself can't be "
+        "converted"
+    ) in text
 
 
 def test_an_own_recipe_is_compared() -> None:

@@ -136,7 +136,8 @@ def modules_named(modules: Iterable[str]) -> str:
             groups.setdefault(_LEVEL.sub("{}", module), []).append(int(numbers[0]))
         else:
             groups[module] = []
-    return some([pattern.replace("{}", _numbers(numbers)) for pattern, numbers in groups.items()])
+    named = [pattern.replace("{}", _numbers(numbers)) for pattern, numbers in groups.items()]
+    return "the model itself" if named == [""] else some(named)
 
 
 def _numbers(numbers: list[int]) -> str:

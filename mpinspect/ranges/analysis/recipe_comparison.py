@@ -360,6 +360,7 @@ def recipe_report(session: Session) -> RecipeReport | None:
         tuple(dict.fromkeys(record.module for record in operands if record.loss.broken)),
         tuple(module for module in linear if module not in shapes),
         tuple(dict.fromkeys(record.module for record in operands if not record.is_linear)),
+        tuple(dict.fromkeys(record.module for record in operands if record.is_experts)),
     )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from mpinspect.numeric.recipes import TrainingRecipe
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Observer
-from mpinspect.ranges.capture.operands import RecipeLosses
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
+from mpinspect.ranges.capture.recipe_losses import RecipeLosses
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.faults.measure.accumulation import Accumulation
@@ -34,7 +34,7 @@ def diagnosing_observers(
     recipes: Sequence[TrainingRecipe] = (),
 ) -> tuple[Observer, ...]:
     """Return all of them, to follow the watch: some react to the events that it records at the step's end."""
-    asked = (RecipeLosses(recipes, recording),) if recipes else ()
+    asked = (RecipeLosses(recipes, recording, layers),) if recipes else ()
     run = Run(layers, parameters, optimizers, Masters(parameters, optimizers), clock, recording)
     kinds = (
         *(

@@ -74,7 +74,7 @@ def in_run(report: RecipeReport | None, session: Session) -> Iterator[Block]:
     yield _judgements(report)
     yield from _change(report)
     yield _table(report)
-    yield Items((*map(Item, _notes(report)), Item("Experts in one parameter are judged by compare_recipes alone.")))
+    yield Items(tuple(map(Item, _notes(report))))
     if any(_is_delayed(recipe) for recipe in report.recipes):
         yield Items(tuple(map(Item, _on_stale_scales(session))))
 
@@ -126,6 +126,8 @@ def _judgements(report: RecipeReport) -> Items:
 def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> str:
     unserved, unsuited = report.unserved(recipe), report.unsuited(recipe)
     sentence = "serves every product"
+    if report.broken:
+        sentence = f"serves every product, leaving out the infinities and NaN in {modules_named(report.broken)}"
     if unserved:
         sentence = f"flushes over 1% of an operand's L1 mass in {modules_named(unserved)}"
     if unsuited:

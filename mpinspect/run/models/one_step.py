@@ -52,8 +52,6 @@ class OneStep(Guarded):
         self.matmuls: MatmulRecording | None = None
         self.trace: Path | None = None
         # With --kernels alone no products are recorded, since they would delay the profile by one step.
-        #: The model's 16-bit buffers that were cast before the first step, with their exact values.
-        self.constants: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._wants_matmuls = options.lint or (options.lint is None and not options.kernels)
         self._is_lint_asked = bool(options.lint)
         self._wants_trace = options.kernels
@@ -232,7 +230,7 @@ class OneStep(Guarded):
             return
         products = LiveMatmuls(models)
         second = SecondComputation(
-            products.running_module, _parameters(models), _buffers(models), self._models.are_by_hand, self.constants
+            products.running_module, _parameters(models), _buffers(models), self._models.are_by_hand
         )
         products.compute_twice(second)
         self._powers = PowersOfScale(products.running_module, _parameters(models))

@@ -83,14 +83,14 @@ _PRODUCTS = frozenset({aten.mm, aten.addmm})
 #: Multiplications from which on a product takes longer than choosing its kernel.
 _LARGE_PRODUCT = 1 << 24
 #: Operators that change no value but by its dtype.
-CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
+_CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
 #: Operators that are infinite, or have an infinite derivative, at zero, and the place of the argument.
 _EDGES = {
     **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.log, aten.log2, aten.reciprocal, aten.pow), 0),
     aten.div: 1,
 }
 #: Operators whose result has values of their first argument.
-_CARRYING = CASTS | {aten.clamp, aten.clamp_min, aten.clamp_max, aten.relu, aten.abs}
+_CARRYING = _CASTS | {aten.clamp, aten.clamp_min, aten.clamp_max, aten.relu, aten.abs}
 #: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
 _DECIDING = frozenset(
     {
@@ -173,7 +173,6 @@ class SecondComputation:
         parameters: the model's parameters by name, whose gradients are compared in the end.
         buffers: the model's buffers by name, whose values persist after a step.
         by_hand: whether the loop updates the weights itself, without an optimizer.
-        constants: 16-bit tensors that were cast before the first step, with their exact values.
     """
 
     def __init__(
@@ -182,7 +181,6 @@ class SecondComputation:
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
         by_hand: bool = False,
-        constants: Iterable[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> None:
         self._module = module
         self._parameters = list(parameters)
@@ -197,10 +195,6 @@ class SecondComputation:
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
         self._twins = Twins()
-        for value, exact in constants:
-            # A write since then has made other values.
-            if not value._version:
-                self._twins.add(value, exact, is_cast=True)
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
         #: Why the rest of the step was left out; "" if it was not.
@@ -297,7 +291,7 @@ class SecondComputation:
                 before = self._errors_of(tensors)
         dtype = getattr((*args, None)[0], "dtype", None)
         self._narrow = next((each.dtype for each in tensors if each.dtype in _NARROW), self._narrow)
-        is_cast = func.overloadpacket in CASTS and all(map(self._twins.is_cast, tensors))
+        is_cast = func.overloadpacket in _CASTS and all(map(self._twins.is_cast, tensors))
         is_changed = func.overloadpacket in CHANGING_IN_PLACE and dtype in _NARROW and _is_in_forward()
         old = args[0].detach().clone() if is_changed else None
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors), old)

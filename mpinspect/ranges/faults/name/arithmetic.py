@@ -172,6 +172,7 @@ def _norm_overflows(case: Case) -> Iterator[Found]:
             "elements": elements,
             "of": of,
             "operator": operator,
+            "line": "".join(first.names[1:2]),
             "modules": [each.name for each in found],
         },
         {

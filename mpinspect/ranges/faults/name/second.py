@@ -25,7 +25,7 @@ from mpinspect.ranges.records import (
 )
 from mpinspect.ranges.session import Event, module_named
 from mpinspect.reporting.sentences import Said, Sentences
-from mpinspect.reporting.words import bracketed
+from mpinspect.reporting.words import bracketed, upper_first
 
 #: An error of the gradients from which on rounding matters: BF16 alone makes some 1%.
 _MATTERS = 0.1
@@ -50,6 +50,7 @@ _IN_WORDS = {
     "addmm": "a linear layer",
     "bmm": "a batched matrix product",
     "_softmax": "softmax",
+    "rsub": "a difference",
 }
 
 
@@ -105,19 +106,20 @@ def _gradients(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[_Gra
 
 class _Born(Sentences):
     BEYOND = (
-        "{when}, {operator} in {place} overflows {dtype:format} in {count:count element}: the exact result is "
-        "finite, up to {largest:.3g}, and {dtype:format} ends at {end:g}."
+        "{at}, {operator} overflows {dtype:format} in {count:count element}: the exact result is finite, up to "
+        "{largest:.3g}, and {dtype:format} ends at {end:g}."
     )
     FROM_ROUNDED_INPUTS = (
-        "{when}, {operator} in {place} is infinite or NaN in {count:count element} in {dtype:format}, and finite in "
-        "FP32: an earlier operator had rounded away the value that keeps it finite."
+        "{at}, {operator} is infinite or NaN in {count:count element} in {dtype:format}, and finite in FP32: an "
+        "earlier operator had rounded away the value that keeps it finite."
     )
     FIRST = (
-        "The forward was first not finite in step {step}, in {first_place}. A second computation, of step {measured} in FP32, "
-        "shows why."
+        "The forward was first not finite in step {step}, in {first_place}; step {measured}, computed a second time in FP32, "
+        "shows the operator."
     )
     FIRST_OF_BACKWARD = (
-        "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales."
+        "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales; step "
+        "{measured}, computed a second time in FP32, shows the operator."
     )
     EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
@@ -141,22 +143,19 @@ _AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
 
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
-    """An operator whose result in 16 bits is infinite or NaN, where the exact one is finite: of the forward, of a backward that
-    breaks at loss scales below 2^-8 too, or of a constant.
+    """An operator whose result in 16 bits is infinite or NaN, where the exact one is finite: of the forward, or of a backward
+    that breaks at loss scales below 2^-8 too.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
-    infinity or NaN; under ``mpinspect run`` also in the code before the first step.
+    infinity or NaN.
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
     norms = {norm.step for norm in overflowed_norms(case)}
     found = (each for each in case.recorded(BornInfinite) if _is_of_precision(each, case) and each.step not in norms)
-    # A constant's infinity may be the cause of one in a step, or harmless.
-    for born in {each.in_set_up: each for each in reversed([*found])}.values():
-        yield from _overflow(born, case)
-
-
-def _overflow(born: BornInfinite, case: Case) -> Iterator[Found]:
+    born = next(found, None)
+    if born is None:
+        return
     if born.largest and any(CONSTANT not in each.text for each in case.recorded(ExaminedArgument)):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
@@ -165,13 +164,12 @@ def _overflow(born: BornInfinite, case: Case) -> Iterator[Found]:
     first = _first_event(case, phase)
     is_later, layer, step = _beginning(born, first)
     began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
-    when = "Before the first step" if born.in_set_up else f"In step {born.step}"
     yield _found(
         born,
-        (began.when(is_later), _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS),
+        (_Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS, began.when(is_later)),
         fix,
-        () if born.in_set_up else code,
-        {"count": int(born.elements), "first_place": first and first.place, "when": when},
+        code,
+        {"count": int(born.elements), "first_place": first and first.place, "at": _at(born, is_later)},
         layer=layer,
         is_grave=first is not None,
         step=step,
@@ -212,10 +210,16 @@ def _beginning(found: Record, first: Event | None) -> tuple[bool, str, int]:
     return False, found.name, found.step
 
 
+def _at(found: Record, is_later: bool) -> str:
+    """Return in words where an operator ran, and in which step, unless another sentence names the step."""
+    place = f"in {_place(found)['place']}"
+    return upper_first(place) if is_later else f"In step {found.step}, {place}"
+
+
 class _Alike(Sentences):
     IN_FP32_TOO = (
-        "In step {measured}, {operator} in {place} is infinite or NaN in {count:count element}, in FP32 as well: more bits do "
-        "not help. Its inputs or its weights are the cause."
+        "{at}, {operator} is infinite or NaN in {count:count element}, in FP32 as well: more bits do not help. Its inputs or its "
+        "weights are the cause."
     )
     INPUTS = (
         "Correct the inputs of {operator} in {place}: a zero that divides, the logarithm of zero, an empty row, or a constant "
@@ -249,9 +253,9 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
             words = {"count": int(alike.elements), "lowered": lowered, "first_place": first and first.place}
             yield _found(
                 alike,
-                (_Born.FIRST.when(is_later), _Alike.IN_FP32_TOO),
+                (_Alike.IN_FP32_TOO, _Born.FIRST.when(is_later)),
                 (_Alike.INPUTS.when(first), _Alike.NEW_SCALER.when(lowered > 1)),
-                words=words,
+                words={**words, "at": _at(alike, is_later)},
                 layer=layer,
                 severity="info" if first is None else "error",
                 step=step,
@@ -265,10 +269,11 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
 class _Sum(Sentences):
     LOSES = (
         "In step {step}, in {place}, {operator} adds up in {dtype:format} and loses {error:.0%} of its result: one element "
-        "is {value:.4g} where the exact sum is {exact:.4g}."
+        "is {value:.4g} where the exact result is {exact:.4g}."
     )
     IN_FP32 = "Add up in FP32: cast the terms before the sum, and its result afterwards."
-    CAST = "total = torch.zeros(..., dtype=torch.float32).index_add(0, index, terms.float())  # or terms.float().sum()"
+    CAST = "total = terms.float().sum()  # or mean()"
+    CAST_INDEXED = "total = torch.zeros(..., dtype=torch.float32).index_add(0, index, terms.float())"
 
 
 def _sum_loses_terms(case: Case) -> Iterator[Found]:
@@ -281,7 +286,8 @@ def _sum_loses_terms(case: Case) -> Iterator[Found]:
     for lost in _by_place(case.recorded(LostSum), "error"):
         also, words = _gradients(lost)
         is_fault = also is not None or lost.error >= _MOST_OF_IT
-        fix, code = _Sum.IN_FP32.when(is_fault), _Sum.CAST.when(is_fault)
+        is_indexed = lost.names[0].startswith(("index", "scatter", "_index", "embedding"))
+        fix, code = _Sum.IN_FP32.when(is_fault), (_Sum.CAST_INDEXED.when(is_indexed) or _Sum.CAST).when(is_fault)
         yield _found(lost, (_Sum.LOSES, also), fix, code, words, is_mild=not is_fault)
 
 
@@ -404,6 +410,7 @@ class _Left(Sentences):
     )
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
+    DIFFERENCE = "with torch.autocast(device_type, enabled=False):\n    difference = a.float() - b.float()"
 
 
 def _rounding_error_left(case: Case) -> Iterator[Found]:
@@ -426,11 +433,12 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             place = _place(born)
             words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
             _, _, step = _beginning(born, first)
-        off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "far more than itself"
+        off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "more than 1,000%"
         yield _found(
             cancelled,
             (_Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
             (_Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32).when(not is_mild),
+            (_Left.DIFFERENCE.when(is_difference) or _Born.CAST).when(not is_mild),
             words={**words, "off": off, "inputs": ("input was", "operands were")[is_difference]},
             is_grave=born is not None,
             is_mild=is_mild,
@@ -543,7 +551,7 @@ FAULTS = (
         "warning",
         _overflow_in_operator,
         (_Born,),
-        ("breaks-in-fp32-too", "non-finite-event", "argument-out-of-range"),
+        ("non-finite-event", "argument-out-of-range"),
     ),
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("choices-differ", "warning", _choices_differ, (_Choices,)),
