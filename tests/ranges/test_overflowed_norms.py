@@ -180,9 +180,9 @@ def test_a_single_divisor_is_to_be_added_up_in_fp32():
 
 def test_the_norm_of_gradients_that_too_high_a_loss_scale_made_infinite_is_not_reported():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
     with Inspector(model, optimizers=optimizer, second=[0, 1]) as inspector:
         for _ in range(16):
             with torch.autocast("cpu", dtype=torch.float16):
