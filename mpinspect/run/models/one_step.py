@@ -222,7 +222,8 @@ class OneStep(Guarded):
         if self._is_again:
             self._choice.begins(self._stepped)
         self._wants_matmuls = False
-        models = self._models.attached()
+        # Gradients of other threads' models may be freed while they are read.
+        models = self._models.attached(self._thread)
         reason = obstacle(models.values()) or ("" if self._is_lint_asked else doubt(models.values()))
         if reason:
             self._note_lint(reason)

@@ -8,6 +8,7 @@ operator that loses values from one that passes losses on; the second shows whet
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter, defaultdict
@@ -184,7 +185,8 @@ class SecondComputation:
         self._module = module
         self._parameters = list(parameters)
         stepped = [each for _, each in self._parameters if each.requires_grad and not by_hand]
-        others = (*stepped, *(each.grad for _, each in self._parameters))
+        # One at a time: another thread may replace its model's gradients meanwhile.
+        others = itertools.chain(stepped, (each.grad for _, each in self._parameters))
         left = [(name, each) for name, each in self._parameters if by_hand or not each.requires_grad]
         self._kept = KeptSums(others, _narrow_storages(buffers), _narrow_storages(left))
         self._choices = Choices()
