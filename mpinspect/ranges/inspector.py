@@ -102,7 +102,8 @@ class Inspector:
             compiled one, draws other random numbers, and takes the time and memory of an uncompiled one. Use it with ``every``;
             the steps between stay compiled. If False, only weight gradients are seen inside compiled code.
         second: compute an early step, steps 100, 1,000 and 10,000, up to eight steps after an infinite or NaN forward, and two
-            with a validation or with writes to frozen weights, if these come regularly, a second time in FP32 (as ``second_opinion`` does), and follow the loss scale in them; or the numbers of the chosen
+            with a validation or with writes to frozen weights, if these come regularly, a second time in FP32 (as
+            ``second_opinion`` does), and follow the loss scale in them; or the numbers of the chosen
             steps, from 0. The training's own numbers stay. Such a step takes some ten times as long, waits for the device, and
             copies its 16-bit tensors in FP32, up to 2 GiB of them; after 20 s the rest is left out. ``max_overhead`` does not
             include it. Attach the inspector on the thread that trains. Compiled models, CUDA graphs, several ranks and tensors
