@@ -578,15 +578,17 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenBuffer(Record, kind="second-buffer"):
-    """A sum kept from step to step that additions in place leave unchanged. A buffer's name is the last of ``names``.
+    """A sum kept from step to step that additions in place leave unchanged. A buffer's or weight's name is the last of ``names``.
 
     Args:
         unchanged: the share of elements, of those to which something other than 0 was added, that did not change, 0..1.
         times: how many additions at one line these are the figures of.
+        is_weight: whether it is a weight that no optimizer steps.
     """
 
     unchanged: float
     times: float = 1
+    is_weight: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -101,7 +101,8 @@ white-space:normal;overflow-wrap:normal}
 left:0;top:1.5em;z-index:9;background:var(--ink);color:var(--ground);padding:.3em .6em;border-radius:3px;font-weight:400;
 white-space:normal}
 .mpinspect .terms dt{font-weight:600}.mpinspect .terms dd{margin:0 0 .4em 0;max-width:62em}
-@media print{.mpinspect .scroll{overflow:visible}.mpinspect .finding,.mpinspect tr,.mpinspect figure{break-inside:avoid}}
+@media print{.mpinspect .scroll{overflow:visible}.mpinspect .finding,.mpinspect tr,.mpinspect figure{break-inside:avoid}
+.mpinspect .strip{max-width:24em}.mpinspect .strip :is(span,i){flex:0 1 auto;min-width:0}}
 """
 _PAGE = """<!DOCTYPE html>
 <html lang="en">

@@ -141,8 +141,7 @@ class Seen:
             return [f"{made}, and {forwards} ran without a backward: no training was detected"]
         if not self.backwards:
             return [
-                f"{made} and no backward ran: there were no gradients to inspect (gradients of torch.autograd.grad and "
-                "torch.func are not inspected)"
+                f"{made} and no backward ran: there were no gradients to inspect (gradients of torch.func are not inspected)"
             ]
         backwards = _count(self.backwards, "backward", "backwards")
         found_none = f"{made} and {backwards} ran, but no module was found whose gradients could be inspected"

@@ -106,8 +106,7 @@ class Watcher(Guarded):
         parts = self._made()
         by_hand = any(not each.had_optimizers for each in parts.models.all)
         self._patches.watch_backwards_ends(by_hand)
-        counts_backwards = by_hand and self._options.steps is not None
-        self._patches.watch_backwards(counts_backwards or not parts.backwards.settled)
+        self._patches.watch_backwards(by_hand or not parts.backwards.settled)
 
     # -- called by TorchPatches: these must not raise --------------------------------------------------------------------
 
@@ -135,6 +134,18 @@ class Watcher(Guarded):
             parts = self._made()
             parts.backwards.begins(tensors)
             parts.models.stop_after_enough_steps(None)
+
+    @guarded
+    def gradients_returned(self, outputs: Any, inputs: Any, gradients: Any) -> None:
+        """Attach to models that the loop updates itself by ``torch.autograd.grad``, which has returned their gradients."""
+        if not self._active or self.seen.optimizers:
+            return
+        with self._lock.held():
+            self.seen.backwards += 1
+            parts = self._made()
+            parts.backwards.asked_for(inputs)
+            parts.models.stop_after_enough_steps(None)
+            parts.one_step.backward_ended()
 
     @guarded
     def backward_ended(self, tensors: Any, _: None) -> None:

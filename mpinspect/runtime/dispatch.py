@@ -33,7 +33,7 @@ def doubt(models: Collection[torch.nn.Module]) -> str:
     """
     if has_process_group():
         return "the run is distributed"
-    plain = (torch.nn.Parameter, torch.nn.parameter.UninitializedParameter)
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.UninitializedParameter)
     if any(type(parameter) not in plain for model in models for parameter in model.parameters()):
         return "a parameter is a tensor of another class"
     return ""

@@ -18,8 +18,9 @@ from test_opening import broken
 from mpinspect.kernels.profile import read_trace
 from mpinspect.ranges import analyse as analysing
 from mpinspect.ranges.analysis.comparison import compare_ranges
+from mpinspect.ranges.analysis.first_line import gravest
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.session import TensorInfo, TensorKey
+from mpinspect.ranges.session import Precision, TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
 from mpinspect.reporting.forms import document, render
@@ -334,6 +335,17 @@ def test_without_scripts_the_verdict_the_findings_and_the_tables_are_shown(brows
     assert page.locator("table").first.bounding_box()["y"] < SCREEN["height"]
 
 
+def test_a_printed_page_is_no_wider_than_a_browser_shrinks(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    # A4 in pixels without margins. BF16's range has the most powers of two.
+    session = replace(broken(), precision=Precision({"float32": 100}, autocast=("bfloat16",)))
+    page = opened(browser, with_speed(ModelPart("Net", analyse(session))).save(tmp_path / "a.html"), viewport=SCREEN)
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 718, "height": 1000})
+    assert page.evaluate("document.documentElement.scrollWidth") < 1.5 * 718
+    assert page.is_visible(".tab")
+    assert page.troubles == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 390])
 def test_everyone_can_read_a_runs_page(scheme: str, width: int, axe: str, browser: Any, tmp_path: Path) -> None:  # noqa: F811
@@ -576,7 +588,7 @@ def found_in(layer: str, step: int | None = 3, id: str = "clip-before-unscale") 
 def test_a_marked_row_says_why_where_its_own_figures_do_not(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, found_in("blocks.0.fc2").save(tmp_path / "a.html"), viewport=SCREEN)
     (row,) = page.locator(".explorer tr.marked").all()
-    assert row.locator("td:visible").all_text_contents() == ["", "clip-before-unscale, from step 3 on"]
+    assert row.locator("td:visible").all_text_contents() == ["", "clip-before-unscale, first seen in step 3"]
     assert page.locator(".explorer tr:not(.marked) td.words").count() == 0
     # Figures that show the fault stay.
     page.select_option(".explorer select >> nth=1", "float8_e4m3")
@@ -594,12 +606,15 @@ def test_of_a_fault_in_no_layer_the_steps_are_the_picture(browser: Any, tmp_path
         shaded = each.locator(".explorer rect.since").bounding_box()
         axis = each.locator(".explorer figure.steps path.axis").bounding_box()
         assert shaded["width"] / axis["width"] == pytest.approx(6 / 9, abs=0.01)
-        assert each.text_content(".explorer text.since") == "clip-before-unscale, from step 3 on"
+        assert each.text_content(".explorer text.since") == "clip-before-unscale, first seen in step 3"
     faded = "canvas => Number(getComputedStyle(canvas).opacity)"
     assert page.locator(".explorer tbody canvas").first.evaluate(faded) < 1
     assert in_layer.locator(".explorer tbody canvas").first.evaluate(faded) == 1
     assert covered(page) >= 0.6
-    assert page.locator(".explorer tr.culprit").text_content() == "no single layerclip-before-unscale, from step 3 on"
+    assert (
+        page.locator(".explorer tr.culprit").text_content()
+        == "no single layerclip-before-unscale, first seen in step 3"
+    )
     assert page.troubles == in_layer.troubles == []
 
 
@@ -670,21 +685,26 @@ def test_the_headline_says_where_and_when_it_began():
     report = analysing.analyse(replace(broken(nan_from=99), events=()))
     finding = Finding("scale-too-low", "warning", "blocks.0.fc2", "It is.", {}, step=1200)
     assert began(report) == ""
-    assert began(replace(report, findings=(finding,))) == "In 'blocks.0.fc2', from step 1,200 on"
-    assert began(replace(report, findings=(replace(finding, layer=""),))) == "From step 1,200 on, in no single layer"
+    assert began(replace(report, findings=(finding,))) == "In 'blocks.0.fc2', first seen in step 1,200"
+    assert (
+        began(replace(report, findings=(replace(finding, layer=""),))) == "First seen in step 1,200, in no single layer"
+    )
     assert began(replace(report, findings=(replace(finding, step=None),))) == "In 'blocks.0.fc2', throughout the run"
     nowhere = replace(finding, layer="", step=None)
     assert began(replace(report, findings=(nowhere,))) == "Throughout the run, in no single layer"
     at_line = replace(finding, layer="", evidence={"line": "train.py:9"})
-    assert began(replace(report, findings=(at_line,))) == "In train.py:9, from step 1,200 on"
+    assert began(replace(report, findings=(at_line,))) == "In train.py:9, first seen in step 1,200"
     in_both = replace(finding, evidence={"line": "train.py:9"})
-    assert began(replace(report, findings=(in_both,))) == "In 'blocks.0.fc2', in train.py:9, from step 1,200 on"
+    assert began(replace(report, findings=(in_both,))) == "In 'blocks.0.fc2', in train.py:9, first seen in step 1,200"
     # Of an event the alarm says it, unless the gravest finding is of another step.
     of_event = analyse(broken())
     assert began(of_event) == ""
     assert began(replace(of_event, findings=(finding, *of_event.findings))) == (
-        "The gravest finding is in 'blocks.0.fc2', from step 1,200 on"
+        "The gravest finding is in 'blocks.0.fc2', first seen in step 1,200"
     )
+    event = gravest(of_event.events)
+    named = replace(finding, severity="error", step=event.step, evidence={"line": "train.py:9"})
+    assert began(replace(of_event, findings=(named,))) == "The cause is in train.py:9"
 
 
 def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():

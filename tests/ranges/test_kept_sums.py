@@ -73,17 +73,28 @@ class Kept:
         total += 1
         self.seen = total * 2
 
+    @torch.no_grad()
+    def evaluated(self, loss, every=4):
+        """Count the hits of a validation in the dtype, as a metric of many small batches."""
+        if self.step % every == every - 1:
+            hits = 0.0
+            for _ in range(400):
+                hits = hits + (self.model(torch.zeros(4, 16)) < 9).to(self.dtype).sum()
+
+    def evaluated_in_each_step(self, loss):
+        self.evaluated(loss, every=1)
+
     def weights_by_hand(self, loss):
         with torch.no_grad():
             self.hand = getattr(self, "hand", None) or nn.Linear(64, 1).to(self.dtype)
             self.hand.weight.add_(1.0)
 
 
-def findings(after, dtype=BF16, steps=160, second=(1, 100)):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+def findings(after, dtype=BF16, steps=160, second=(1, 100), model=network):
+    model = model()
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05)
     kept = Kept(model, dtype)
-    with mpinspect.Inspector(model, optimizers=optimizer, second=list(second), every=1000) as inspector:
+    with mpinspect.Inspector(model, optimizers=optimizer, second=second, every=1000) as inspector:
         for kept.step in range(steps):
             loss = 2 + model(torch.randn(8, 16)).square().mean()
             loss.backward()
@@ -144,3 +155,49 @@ def test_a_sum_stops_where_it_is_said_to():
 )
 def test_sums_that_lose_nothing_that_matters_are_not_reported(after, dtype):
     assert "buffer-stops-changing" not in findings(after, dtype, second=(1, 2, 50, 100))
+
+
+def test_a_sum_of_a_validation_in_regular_steps_is_computed_twice():
+    found = findings("evaluated", steps=20, second=True)
+    finding = found["addition-changes-nothing"]
+    # The validations follow the optimizer's steps 3, 7 and 11.
+    assert (finding.severity, finding.step, finding.evidence["times"]) == ("warning", 12, 399)
+    assert "test_kept_sums.py:" in finding.message
+    assert "addition-changes-nothing" not in findings("evaluated", steps=12, second=True)
+
+
+@pytest.mark.parametrize(("after", "dtype"), [("evaluated", torch.float32), ("evaluated", torch.float16)])
+def test_a_sum_of_a_validation_that_loses_nothing_is_not_reported(after, dtype):
+    assert "addition-changes-nothing" not in findings(after, dtype, steps=20, second=True)
+
+
+class Adapted(nn.Module):
+    """A frozen BF16 layer with a low-rank adapter, which every third forward merges into it."""
+
+    def __init__(self, change):
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(16, 32).to(BF16).requires_grad_(False)
+        self.head = nn.Linear(32, 1)
+        self.change, self.calls = change, 0
+
+    @torch.no_grad()
+    def merge(self):
+        self.base.weight.add_(torch.full_like(self.base.weight, self.change))
+
+    def forward(self, x):
+        if self.calls % 3 == 2:
+            self.merge()
+        self.calls += 1
+        return self.head(self.base(x.to(BF16)).float().relu())
+
+
+@pytest.mark.parametrize(("change", "is_lost"), [(1e-5, True), (1.0, False)])
+def test_merges_that_a_frozen_weight_loses_are_named(change, is_lost):
+    found = findings("fast", steps=20, second=True, model=lambda: Adapted(change)).get("buffer-stops-changing")
+    if not is_lost:
+        assert found is None
+        return
+    assert (found.severity, found.step) == ("warning", 8)
+    assert "of the weight 'base.weight'" in found.message
+    assert "register_buffer" not in found.code

@@ -144,7 +144,7 @@ def test_a_finding_without_an_event_marks_its_layer_over_the_whole_run():
     finding = Finding("scale-too-low", "warning", "blocks.0.fc2", "It is.", {}, step=0)
     given = data(replace(report, findings=(finding,)))["opening"]
     assert (given["marked"], given["block"], given["scale"]) == (["blocks.0.fc2"], -1, 11)
-    assert (given["name"], given["said"], given["step"]) == ("", "scale-too-low, from step 0 on", 0)
+    assert (given["name"], given["said"], given["step"]) == ("", "scale-too-low, first seen in step 0", 0)
     assert given["words"] == ""
 
 
@@ -165,14 +165,14 @@ def test_a_finding_without_a_layer_says_that_no_single_layer_is_to_blame():
     finding = Finding("clip-before-unscale", "warning", "", "It is.", {}, step=3)
     given = data(replace(report, findings=(finding,)))["opening"]
     assert (given["kind"], given["marked"], given["near"]) == ("", [], [])
-    assert (given["name"], given["said"]) == ("no single layer", "clip-before-unscale, from step 3 on")
-    assert (given["words"], given["curve"]) == ("No tensor below is to blame.", False)
+    assert (given["name"], given["said"]) == ("no single layer", "clip-before-unscale, first seen in step 3")
+    assert (given["words"], given["curve"]) == ("The fault lies not in the ranges below.", False)
     # The curve shows a fault of the loss scale.
     given = data(replace(report, findings=(replace(finding, id="scale-too-low"),)))["opening"]
     assert (given["words"], given["curve"]) == ("", True)
     at_line = replace(finding, evidence={"line": "train.py:9"})
     given = data(replace(report, findings=(at_line,)))["opening"]
-    assert (given["name"], given["said"]) == ("train.py:9", "clip-before-unscale, from step 3 on")
+    assert (given["name"], given["said"]) == ("train.py:9", "clip-before-unscale, first seen in step 3")
 
 
 @pytest.mark.parametrize(

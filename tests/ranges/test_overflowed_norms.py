@@ -176,3 +176,23 @@ def test_a_single_divisor_is_to_be_added_up_in_fp32():
     assert "total = terms.float().sum()" in finding.code
     (finding,) = norm_findings(train(NORMS["rsqrt"]))
     assert "rsqrt" in finding.code
+
+
+def test_the_norm_of_gradients_that_too_high_a_loss_scale_made_infinite_is_not_reported():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    with Inspector(model, optimizers=optimizer, second=[0, 1]) as inspector:
+        for _ in range(16):
+            with torch.autocast("cpu", dtype=torch.float16):
+                out = model(torch.randn(ROWS, WIDTH))
+            optimizer.zero_grad()
+            scaler.scale(out.float().square().mean()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    report = inspector.report()
+    assert report.session.progress.skipped_steps
+    assert not norm_findings(report)

@@ -17,6 +17,7 @@ from mpinspect.ranges.records import (
     BrokenAlike,
     ChangedChoices,
     ChangedIntegers,
+    DividedInHalf,
     FrozenBuffer,
     LostSum,
     RoundedArgument,
@@ -500,6 +501,26 @@ def test_a_difference_that_leaves_rounding_error():
     (cancelled,) = records(second, AmplifiedError)
     assert cancelled.names[0] == "sub"
     assert cancelled.before < 0.01 < 0.5 < cancelled.after
+
+
+def test_a_loss_of_one_number_is_a_difference_too():
+    outputs = 1000 + values(64)
+    with Twice() as second:
+        loss = nn.functional.mse_loss(outputs.bfloat16(), (outputs + 1).bfloat16())
+    (found,) = records(second, AmplifiedError)
+    assert (found.names[0], found.text) == ("mse_loss", "bfloat16")
+    # BF16's numbers lie 4 apart there.
+    assert found.after == pytest.approx(abs(loss.item() - 1), rel=1e-3)
+    assert found.after > 1
+
+
+def test_operands_whose_gradients_a_loop_divides_in_fp16_are_counted():
+    model = nn.Linear(4, 4).half()
+    model.weight.grad = torch.tensor([2.0**-10, 2.0**-20, 0, 1]).half().expand(4, 4).clone()
+    with Twice(model) as second:
+        torch._foreach_div([model.weight.grad], 2.0**10)
+    (found,) = records(second, DividedInHalf)
+    assert (found.name, found.lost, found.factor) == ("weight", 1 / 3, 2.0**-10)
 
 
 def test_a_constant_minus_a_number_near_it_is_a_difference_even_of_few_elements():

@@ -75,7 +75,7 @@ def test_an_operator_that_breaks_in_fp32_too_is_the_cause_of_skipped_steps():
     found = findings(alike(), precision=FP16, events=tuple(map(broken, (4, 7, 11))))
     cause = found["breaks-in-fp32-too"]
     assert (cause.severity, cause.step, cause.layer) == ("error", 4, "head")
-    assert "div in train.py:7 is infinite or NaN in 1 element" in cause.message
+    assert "In train.py:7, div is infinite or NaN in 1 element" in cause.message
     assert "train.py:7" in cause.fix
     assert "new GradScaler" in cause.fix
     assert found["scale-falls-for-forward"].severity == "info"
@@ -131,7 +131,7 @@ def test_a_backward_that_overflows_at_any_loss_scale_is_named_by_its_operator():
     cause = findings(born, precision=FP16, events=(high, low))["overflow-in-operator"]
     assert (cause.severity, cause.step, cause.layer) == ("error", 3, "head")
     assert "first not finite in step 3, in 'head', and again at far lower loss scales" in cause.message
-    assert "mul in the backward of 'head'" in cause.message
+    assert "In the backward of 'head', mul" in cause.message
     # At this step's scale the overflow may be the scale's.
     assert "overflow-in-operator" not in findings(born, precision=FP16, events=(replace(high, step=7),))
 
@@ -176,15 +176,16 @@ def test_the_place_of_the_first_event_is_named_as_in_the_event(what, module, pla
     first = replace(broken(4, what), module=module)
     assert first.place == place
     message = findings(born, precision=FP16, events=(first,))["overflow-in-operator"].message
-    assert message.startswith(
-        f"The forward was first not finite in step 4, in {place}. A second computation, of step 7 in FP32"
+    assert message.startswith("In train.py:7, mul overflows FP16 in 2 elements")
+    assert message.endswith(
+        f"The forward was first not finite in step 4, in {place}; step 7, computed a second time in FP32, shows the operator."
     )
 
 
 def test_an_overflow_counts_its_elements():
     born = BornInfinite(step=1, names=("sum", "train.py:7", "forward"), text="float16", elements=1, of=4, largest=1e5)
     message = findings(born)["overflow-in-operator"].message
-    assert message.startswith("In step 1, sum in train.py:7 overflows FP16 in 1 element: the exact result is finite")
+    assert message.startswith("In step 1, in train.py:7, sum overflows FP16 in 1 element: the exact result is finite")
 
 
 def test_an_overflow_whose_operator_is_known_explains_the_constant_that_it_made():

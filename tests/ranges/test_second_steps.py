@@ -214,6 +214,28 @@ def chosen(choice, broke_from, found_in=()):
     return steps
 
 
+@pytest.mark.parametrize(
+    ("worked", "expected"),
+    [
+        ([3, 7, 11, 15, 19], [11, 15]),
+        ([3, 7], [11]),
+        # Each is expected at the last distance again.
+        ([3, 7, 12], [11, 17]),
+        (range(20), []),
+        ([5], []),
+    ],
+)
+def test_regular_steps_with_rarer_work_are_chosen(worked, expected):
+    choice, found, work = StepChoice(()), [], 0
+    for step in range(20):
+        if choice.is_due(step, lambda: ""):
+            choice.begins(step)
+            found.append(step)
+        work += step in worked
+        choice.passed(step, work)
+    assert found == expected
+
+
 def test_steps_after_an_infinity_are_chosen_until_one_has_it():
     assert chosen(StepChoice(()), 99) == []
     assert chosen(StepChoice(()), 5) == list(range(5, 13))

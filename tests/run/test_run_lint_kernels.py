@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from watched_training import train, watched
 
 from mpinspect.kernels.profile import read_trace
+from mpinspect.ranges.records import DividedInHalf, recorded
 from mpinspect.run.joining import join
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Outcome, Recordings, Seen
@@ -351,19 +352,21 @@ def test_too_few_steps_are_noted(tmp_path):
     assert _get_current_dispatch_mode() is None
 
 
-def test_a_loop_without_an_optimizer_has_the_products_of_a_step(tmp_path):
-    """A step is recorded between the ends of two backwards."""
+def test_a_loop_without_an_optimizer_has_a_step_recorded_and_computed_twice(tmp_path):
+    """The step lies between the ends of two backwards."""
     with watched(tmp_path, lint=True, kernels=True) as run:
-        model = nn.Sequential(nn.Linear(4, 2))
+        model = nn.Sequential(nn.Linear(4, 2)).half()
         for _ in range(6):
-            model(torch.randn(5, 4)).square().mean().backward()
+            (model(torch.randn(5, 4).half()).float().square().mean() * 2**10).backward()
             with torch.no_grad():
                 for parameter in model.parameters():
-                    parameter -= 0.1 * parameter.grad
+                    parameter -= 0.1 * parameter.grad.div_(2**40)
                     parameter.grad = None
     assert run.steps() == 6
     assert {one.role for one in run.parts.matmuls.matmuls} == {"forward", "wgrad"}
     assert run.parts.trace is not None
+    (divided,) = recorded(run.parts.models[0].session.measurements, DividedInHalf)
+    assert (divided.names, divided.lost) == (("0.weight", "0.bias"), 1)
 
 
 def test_a_gradient_penaltys_backward_is_not_recorded_as_a_forward(tmp_path):

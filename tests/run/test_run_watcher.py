@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from agreeing_reports import analyse
 from torch import nn
 from watched_training import train, watched
 
@@ -19,10 +20,7 @@ import mpinspect
 from mpinspect.run import watcher
 from mpinspect.run.models import launched_inspector, owners
 
-NO_BACKWARD = (
-    "no backward ran: there were no gradients to inspect "
-    "(gradients of torch.autograd.grad and torch.func are not inspected)"
-)
+NO_BACKWARD = "no backward ran: there were no gradients to inspect (gradients of torch.func are not inspected)"
 
 
 class Net(nn.Sequential): ...
@@ -183,6 +181,56 @@ def test_tensors_without_module_and_optimizer(tmp_path):
             weight.grad = None
     assert run.gradients() == {"0"}
     assert "parameters that belong to no module are named by number: 0 (4, 3)" in " ".join(run.seen.notes)
+
+
+def subtracts(parameter, update):
+    parameter.sub_(update)
+
+
+def copies_masters(parameter, update):
+    master = parameter.__dict__.setdefault("master", parameter.detach().float())
+    parameter.copy_(master.sub_(update))
+
+
+def computed(weights, x):
+    return (x @ weights[0].t() + weights[1]).relu() @ weights[2].t() + weights[3]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("in_module", [False, True])
+@pytest.mark.parametrize("update", [subtracts, copies_masters])
+def test_updates_that_16_bit_weights_lose_without_an_optimizer_are_named(tmp_path, update, in_module, asks):
+    with watched(tmp_path) as run:
+        torch.manual_seed(0)
+        model = net(hidden=64).bfloat16()
+        weights = list(model.parameters())
+        if not in_module:
+            weights = [weight.detach().requires_grad_() for weight in weights]
+        for _ in range(8):
+            x = torch.randn(16, 4).bfloat16()
+            loss = (model(x) if in_module else computed(weights, x)).float().square().mean()
+            if asks:
+                gradients = torch.autograd.grad(loss, weights)
+            else:
+                loss.backward()
+                gradients = [weight.grad for weight in weights]
+            with torch.no_grad():
+                for weight, gradient in zip(weights, gradients, strict=True):
+                    update(weight, 1e-4 * gradient.float())
+                    weight.grad = None
+    found = [each for each in analyse(run.parts.models[0].session).findings if each.id == "buffer-stops-changing"]
+    assert [each.severity for each in found] == ["warning"] * (update is subtracts)
+    assert all("of the weight '" in each.message and "test_run_watcher.py:" in each.message for each in found)
+    assert run.seen.backwards == 8
+
+
+def test_gradients_asked_for_beside_an_optimizer_attach_nothing(tmp_path):
+    with watched(tmp_path) as run:
+        optimizer = torch.optim.SGD(net().parameters())
+        other = nn.Linear(4, 2)
+        for _ in range(4):
+            torch.autograd.grad(other(torch.randn(3, 4)).sum(), list(other.parameters()))
+    assert (run.names, len(optimizer.param_groups)) == ([], 1)
 
 
 def test_inputs_that_need_gradients_are_not_taken_for_parameters(tmp_path):

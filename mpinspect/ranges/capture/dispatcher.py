@@ -147,6 +147,7 @@ class Dispatcher(Guarded):
                 return False
         if not torch.is_grad_enabled():
             # This is validation, or the first forward of a reentrant checkpoint, which belongs to training. No step begins.
+            self.clock.calls_without_gradient += 1
             return layer.module.training
         self._forward_begins()
         return True

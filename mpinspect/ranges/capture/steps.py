@@ -31,6 +31,8 @@ MOST_CLOSURES = 4
 
 #: The most further steps that are computed twice after an infinity or NaN, until one of them has an infinity or NaN again.
 AFTER_EVENTS = 8
+#: The most steps that are computed twice for their rarer work.
+WITH_RARER_WORK = 2
 #: Later steps that are computed twice: only with time do sums and moments saturate, and weights grow.
 LATER_STEPS = (100, 1000, 10_000)
 
@@ -86,6 +88,8 @@ class StepClock:
         #: Backwards of the unfinished step, and the most in a finished one.
         self.backwards_of_step = self.most_backwards = 0
         self.skipped_steps = 0
+        #: Calls of the model's modules without gradients.
+        self.calls_without_gradient = 0
         #: Forwards since the running step of an optimizer began: calls of its closure. None outside of such a step.
         self._closures: int | None = None
         #: Whether closures of any step were called more often than they are observed.
@@ -315,25 +319,44 @@ class Pace:
 
 
 class StepChoice:
-    """Chooses the steps that are computed twice: given ones, and some after an infinity or NaN that no loss scale explains.
+    """Chooses the steps that are computed twice: given ones, some after an infinity or NaN that no loss scale explains, and some
+    that do rarer work, such as a validation, if it comes in regular steps.
 
     Args:
         steps: numbers of steps after which the next one is chosen.
         after_events: the most steps chosen after an infinity or NaN.
+        with_rarer_work: the most steps chosen for their rarer work.
     """
 
-    def __init__(self, steps: Iterable[int] = LATER_STEPS, after_events: int = AFTER_EVENTS) -> None:
+    def __init__(
+        self,
+        steps: Iterable[int] = LATER_STEPS,
+        after_events: int = AFTER_EVENTS,
+        with_rarer_work: int = WITH_RARER_WORK,
+    ) -> None:
         self._steps = sorted(set(steps))
         self._left_after_events = after_events
         self._is_after_event = False
+        self._left_with_rarer_work = with_rarer_work
+        #: The rarer work so far, None before the first step, and the last two steps in which it grew.
+        self._work: int | None = None
+        self._worked: tuple[int, ...] = ()
+
+    def passed(self, step: int, work: int) -> None:
+        """Handle the end of a step; ``work``: a number that grows with each piece of rarer work."""
+        if self._work not in (None, work):
+            self._worked = (*self._worked[-1:], step)
+        self._work = work
 
     def is_due(self, step: int, broken_phase: Callable[[], str]) -> bool:
         """Return whether the step that follows ``step`` others is chosen; ``broken_phase``: as of ``Recording``."""
-        return self._has_come(step) or (self._left_after_events > 0 and bool(broken_phase()))
+        is_due = self._has_come(step) or self._has_rarer_work(step)
+        return is_due or (self._left_after_events > 0 and bool(broken_phase()))
 
     def begins(self, step: int) -> None:
         """Handle the start of a chosen step."""
-        self._is_after_event = not self._has_come(step)
+        self._left_with_rarer_work -= self._has_rarer_work(step)
+        self._is_after_event = not (self._has_come(step) or self._has_rarer_work(step))
         self._left_after_events -= self._is_after_event
         self._steps = [each for each in self._steps if each > step]
 
@@ -342,6 +365,13 @@ class StepChoice:
         broken = (record for record in records if isinstance(record, (BornInfinite, BrokenAlike)))
         if self._is_after_event and any(record.names[2] == broken_phase for record in broken):
             self._left_after_events = 0
+
+    def _has_rarer_work(self, step: int) -> bool:
+        """Return whether a step comes as long after the last one with rarer work as that one came after the one before."""
+        if not self._left_with_rarer_work or len(self._worked) < 2:
+            return False
+        before, last = self._worked
+        return last - before > 1 and step == 2 * last - before
 
     def _has_come(self, step: int) -> bool:
         return bool(self._steps) and step >= self._steps[0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ from mpinspect.ranges.capture.culprit import word
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import extremes, from_stacked, read_largest, stacked
 from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.kinds import WEIGHT
 from mpinspect.ranges.session import END, Event, TensorKey, is_below
 from mpinspect.runtime.distributed import local_part, world_size
@@ -25,6 +28,8 @@ _State = tuple[int, list[float] | None]
 _HUGE = 2.0**20
 #: Maximum number of events that cause a reading of the module's weights, which waits for a GPU. The first ones matter most.
 _MOST_EVENTS_EXPLAINED = 3
+#: Maximum number of frozen weights that are searched for writes.
+_MOST_FROZEN = 64
 
 
 class WeightChanges:
@@ -235,3 +240,24 @@ def _values(parameter: torch.Tensor) -> torch.Tensor | None:
     if not weight.numel() or not (weight.is_floating_point() or weight.is_complex()):
         return None
     return weight
+
+
+class RarerWork:
+    """The work of a loop that most steps do not have: calls of the model without gradients, and writes to frozen weights.
+
+    Args:
+        clock: the run's step clock, which counts the calls.
+        model: the model; held weakly.
+    """
+
+    def __init__(self, clock: StepClock, model: torch.nn.Module) -> None:
+        self._clock = clock
+        frozen = (each for each in model.parameters() if not each.requires_grad and not is_lazy(each))
+        # An inference tensor has no version.
+        plain = (each for each in frozen if type(each) is torch.nn.Parameter and not each.is_inference())
+        self._frozen = [weakref.ref(each) for each in itertools.islice(plain, _MOST_FROZEN)]
+
+    def amount(self) -> int:
+        """Return a number that changes with each piece of this work."""
+        weights = (reference() for reference in self._frozen)
+        return self._clock.calls_without_gradient + sum(each._version for each in weights if each is not None)

@@ -91,9 +91,11 @@ def began(report: RangeReport) -> str:
     If the alarm names another step, this is the finding of which the verdict's first sentence speaks.
     """
     finding, event = next((each for each in report.findings if each.is_alarm), None), what_broke(report)
-    if finding is None or (event is not None and is_of(finding, event)):
+    if finding is None:
         return ""
-    when, line = filled("from step {:,} on", finding.step), line_of(finding)
+    when, line = filled("first seen in step {:,}", finding.step), line_of(finding)
+    if event is not None and is_of(finding, event):
+        return filled("The cause is in {}", line)
     places = [filled("in {}", finding.layer and module_named(finding.layer)), filled("in {}", line)]
     place = ", ".join(filter(None, places)) or "in no single layer"
     if event is not None:

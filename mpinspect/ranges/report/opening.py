@@ -100,7 +100,8 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     has_curve = depends_on_scale(finding, event) if finding is not None else not found.said
     block, words = WHOLE, found.words
     if found.name and not found.kind and not has_curve:
-        words = "No tensor below is to blame."
+        lies = found.name if finding is not None and found.name == line_of(finding) else ""
+        words = f"The fault lies {filled('in {}, ', lies)}not in the ranges below."
     if not found.kind and is_other and format == FLOAT16.name:
         words = f"{words} {_what_if(report)}".lstrip()
     if event is not None:
@@ -166,10 +167,10 @@ def _culprit(
 ) -> Culprit:
     """Return the culprit; empty if nothing is to blame."""
     if event is not None and (finding is None or is_of(finding, event)):
-        return _of_event(event, layers, watched)
+        return _of_event(event, layers, watched, line_of(finding) if finding is not None else "")
     if finding is None:
         return _NOBODY
-    said = f"{finding.id}{filled(', from step {:,} on', finding.step)}"
+    said = f"{finding.id}{filled(', first seen in step {:,}', finding.step)}"
     otherwise = line_of(finding) or "no single layer"
     return _in_module(finding.layer, otherwise, said, finding.step, layers, watched)
 
@@ -201,8 +202,8 @@ def _in_module(
     return Culprit(kind, (), near, module, said, step)
 
 
-def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[LayerReport]) -> Culprit:
-    """Return the place where an event arose."""
+def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[LayerReport], line: str = "") -> Culprit:
+    """Return the place where an event arose; ``line``: of the script, if a finding names it."""
     first = "NaN" if event.value == "nan" else "infinity"
     said = f"first {first}: step {event.step:,}, {event.phase}"
     kind, near, is_own = _nearest(event.module, event.what, event.tensor, layers, watched, given=event.given)
@@ -217,9 +218,7 @@ def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[Lay
     if not event.module and not event.given and not is_loss:
         # The model's own code is nearest to no layer.
         near = ()
-    name = event.place
-    if name == repr(event.module):
-        name = event.module
+    name = event.module if event.place == repr(event.module) else line or event.place
     return Culprit(kind, (), near, name, said, event.step, event.after or is_loss)
 
 

@@ -76,6 +76,14 @@ class BackwardSearch(Guarded):
             if each.inspector.attached and not before.get(id(each), False):
                 self._tell(each.inspector, tensors)
 
+    @guarded
+    def asked_for(self, inputs: Any) -> None:
+        """Attach to the models whose parameters' gradients ``torch.autograd.grad`` has returned, if there is no optimizer."""
+        given = [each for each in _several(inputs) if isinstance(each, torch.Tensor) and each.is_leaf]
+        if given and self._searches < _MOST_SEARCHES and not self.settled:
+            self._searches += 1
+            self._attach_without_owner({id(each): each for each in given}, [])
+
     def _attach_to(self, leaves: Mapping[int, torch.Tensor]) -> None:
         waiting = [each for each in self._attaching.pending if not each.done and each.optimizer is not None]
         reached = [each for each in waiting if not each.parameters.isdisjoint(leaves)]

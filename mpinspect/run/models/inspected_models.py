@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -38,6 +39,8 @@ class InspectedModel:
         self.inspector = inspector
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.had_optimizers = False
+        #: The thread that trains it.
+        self.thread = threading.get_ident()
 
     def join(self, optimizer: torch.optim.Optimizer, gone: Callable[[object], None]) -> None:
         """Add a weak reference to an optimizer that steps the model; ``gone`` is called when it is freed."""
@@ -163,13 +166,22 @@ class InspectedModels:
             if each.had_optimizers and each.inspector.attached and not each.living_optimizers:
                 each.inspector.pause()
 
-    def attached(self) -> dict[str, torch.nn.Module]:
-        """Return the models with an attached inspector, by name."""
+    def attached(self, thread: int | None = None) -> dict[str, torch.nn.Module]:
+        """Return the models with an attached inspector, by name; of one thread, or for None of all."""
         return {
             each.name: model
             for each in self.all
-            if each.inspector.attached and (model := each.inspector.model) is not None
+            if each.inspector.attached and (model := each.inspector.model) is not None and thread in (None, each.thread)
         }
+
+    @property
+    def are_by_hand(self) -> bool:
+        """Whether models are attached, and no optimizer is known of any: the loop updates them itself."""
+        return bool(self.attached()) and not any(each.had_optimizers for each in self.all)
+
+    def rarer_work(self) -> int:
+        """Return a number that changes with each piece of rarer work in any model (``RarerWork``)."""
+        return sum(each.inspector.rarer_work for each in self.all)
 
     def steps(self) -> dict[str, int]:
         """Return the number of steps that have ended, by model."""

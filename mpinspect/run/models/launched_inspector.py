@@ -16,6 +16,7 @@ from mpinspect.ranges.capture.capture import Capture
 from mpinspect.ranges.capture.compiled_regions import not_seen_inside
 from mpinspect.ranges.capture.sinks import Sink
 from mpinspect.ranges.capture.steps import Schedule
+from mpinspect.ranges.capture.weights import RarerWork
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.kinds import PARAMETER_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.records import Record
@@ -84,6 +85,7 @@ class LaunchedInspector(Inspector):
         )
         if unhookable:
             self._capture = self._on(model, optimizers, unhookable)
+        self._rarer_work = RarerWork(self._capture.clock, model)
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -108,6 +110,11 @@ class LaunchedInspector(Inspector):
     def note(self, sentence: str) -> None:
         """Add a sentence to the report."""
         self._recording.note(sentence)
+
+    @property
+    def rarer_work(self) -> int:
+        """The amount of this model's ``RarerWork``."""
+        return self._rarer_work.amount()
 
     @property
     def broken_phase(self) -> str:

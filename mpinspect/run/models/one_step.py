@@ -76,7 +76,7 @@ class OneStep(Guarded):
         if self._wants_matmuls:
             # A budget does not know the cost of a step that is computed twice.
             has_budget = options.max_overhead not in (None, math.inf)
-            self._choice = StepChoice(() if has_budget else LATER_STEPS)
+            self._choice = StepChoice((), with_rarer_work=0) if has_budget else StepChoice(LATER_STEPS)
         #: Steps of the chosen optimizer.
         self._stepped = 0
         self._is_again = False
@@ -98,7 +98,8 @@ class OneStep(Guarded):
             self._lingering = None
         if not self._is_its_thread:
             return
-        self._stepped += self._optimizer is not None and self._optimizer() is optimizer
+        if self._optimizer is not None and self._optimizer() is optimizer:
+            self._step_passed()
         if not self._is_needed:
             return
         if self._products is not None:
@@ -115,9 +116,13 @@ class OneStep(Guarded):
     def backward_ended(self) -> None:
         """Begin or end the recorded step after a backward of a script without optimizers: its updates follow."""
         if self._is_its_thread:
-            self._stepped += 1
+            self._step_passed()
             if self._is_needed:
                 self._step_ended(None)
+
+    def _step_passed(self) -> None:
+        self._choice.passed(self._stepped, self._models.rarer_work())
+        self._stepped += 1
 
     def scaler_steps(self) -> None:
         """Record that ``scaler.step(optimizer)`` is about to run, to detect whether it skips the optimizer's step."""
@@ -217,13 +222,16 @@ class OneStep(Guarded):
         if self._is_again:
             self._choice.begins(self._stepped)
         self._wants_matmuls = False
-        models = self._models.attached()
+        # Gradients of other threads' models may be freed while they are read.
+        models = self._models.attached(self._thread)
         reason = obstacle(models.values()) or ("" if self._is_lint_asked else doubt(models.values()))
         if reason:
             self._note_lint(reason)
             return
         products = LiveMatmuls(models)
-        second = SecondComputation(products.running_module, _parameters(models), _buffers(models))
+        second = SecondComputation(
+            products.running_module, _parameters(models), _buffers(models), self._models.are_by_hand
+        )
         products.compute_twice(second)
         self._powers = PowersOfScale(products.running_module, _parameters(models))
         products.follow(self._powers)

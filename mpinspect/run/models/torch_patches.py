@@ -21,7 +21,7 @@ from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.run.models import owners
 from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.hooks import ModelHook
-from mpinspect.runtime.torch_calls import BACKWARD
+from mpinspect.runtime.torch_calls import BACKWARD, GRADIENTS
 from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
@@ -63,11 +63,13 @@ class TorchPatches:
             _put_back(self._replaced.pop())
 
     def watch_backwards(self, wanted: bool) -> None:
-        """Start or stop listening to calls of ``backward``; listening only while needed avoids its cost later."""
+        """Start or stop listening to calls of ``backward`` and ``grad``; listening only while needed avoids its cost later."""
         if wanted and not self._watches_backwards:
             BACKWARD.listen(self._listener.backward_begins)
+            GRADIENTS.listen(self._listener.gradients_returned, after=True)
         elif not wanted and self._watches_backwards:
             BACKWARD.unlisten(self._listener.backward_begins)
+            GRADIENTS.unlisten(self._listener.gradients_returned)
         self._watches_backwards = wanted
 
     def watch_backwards_ends(self, wanted: bool) -> None:

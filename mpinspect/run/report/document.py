@@ -238,7 +238,7 @@ def _of_speed(report: RunReport) -> Iterator[Block]:
     alarms = (each for each in (*report.kernel_findings, *report.speed_findings) if each.is_alarm)
     for found in islice(alarms, 1):
         yield Line(found.message, "warning")
-        yield from lines(filled("Change: {}", found.fix))
+        yield from lines(filled("Change: {}", found.fix), tone="lead")
 
 
 def _state(report: RunReport) -> tuple[str, Tone]:

@@ -21,6 +21,8 @@ from mpinspect.runtime.user_line import innermost_line
 
 #: The least share of the gradients' elements, or of their sum of magnitudes, whose loss is recorded.
 _LEAST_LOST = 0.01
+#: Maximum number of parameters in a record.
+_MOST_NAMES = 200
 #: Maximum number of nodes of a graph that are searched for FP16.
 _MOST_NODES = 2048
 #: FP16's smallest number, as a power of two.
@@ -28,7 +30,13 @@ _LOG2_SMALLEST = FLOAT16.flush_exponent + 1
 
 
 class _Line(NamedTuple):
-    """What a line of the loop leaves of gradients: their parameters, its factor, elements that became zero, and all before."""
+    """The gradients that one line of the loop multiplies.
+
+    Args:
+        names: their parameters.
+        factor: the first one's factor; None if it is unknown.
+        lost, of: the elements that became zero, and the non-zero elements before.
+    """
 
     names: tuple[str, ...]
     factor: float | None
@@ -77,7 +85,8 @@ class DividedGradients:
             line = innermost_line(frame)
             known = self._lines.get(line, _Line((), factor, 0.0, 0.0))
             lost = known.lost + int(nonzero - torch.count_nonzero(after))
-            self._lines[line] = _Line((*known.names, parameter), known.factor, lost, known.of + int(nonzero))
+            names = tuple(dict.fromkeys((*known.names[:_MOST_NAMES], parameter)))
+            self._lines[line] = _Line(names, known.factor, lost, known.of + int(nonzero))
 
     def records(self) -> list[Record]:
         """Return the first line that loses elements."""

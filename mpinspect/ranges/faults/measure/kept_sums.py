@@ -58,17 +58,15 @@ class KeptSums:
     """Judges changes of 16-bit tensors that are older than the step: lost ones are never recovered.
 
     Args:
-        parameters: the model's parameters; updates that they lose have a fault of their own.
+        others: the weights that optimizers step, whose lost updates have a fault of their own, and all gradients.
         buffers: names of the model's 16-bit buffers, by storage.
+        weights: names of the model's other 16-bit weights, by storage, which the loop itself may change.
     """
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter], buffers: dict[int, str]) -> None:
-        self._buffers = buffers
-        #: Storages that this step has made or filled anew, and those of weights and gradients.
-        self._other: set[int] = set()
-        for parameter in parameters:
-            # Tensors of other classes may have no storage.
-            self._other.update(storage_key(each) for each in (parameter, parameter.grad) if is_plain(each))
+    def __init__(self, others: Iterable[Any], buffers: dict[int, str], weights: dict[int, str]) -> None:
+        self._names, self._weights = buffers | weights, weights
+        #: Storages that this step has made or filled anew, and the others. Tensors of other classes may have no storage.
+        self._other = {storage_key(each) for each in others if is_plain(each)}
         self._weighed: set[int] = set()
         #: Storages whose values this step has taken from older ones.
         self._moved: set[int] = set()
@@ -161,7 +159,7 @@ class KeptSums:
         if unchanged < _UNCHANGED:
             return None
         record: FrozenBuffer = describe(FrozenBuffer, unchanged=unchanged)
-        return replace(record, names=(*record.names, self._buffers.get(key, "")))
+        return replace(record, names=(*record.names, self._names.get(key, "")), is_weight=key in self._weights)
 
     def added(self, value: torch.Tensor, kept: torch.Tensor, term: torch.Tensor, describe: _Describe) -> None:
         """Judge the addition of a term to a kept tensor of few elements, which ``value`` may replace. Waits for the device."""
@@ -173,7 +171,7 @@ class KeptSums:
         if 0 < size < math.inf and total * eps / 2 >= _ROUNDED * size:
             unit = eps * 2.0 ** math.floor(math.log2(total))
             record = describe(GrowingSum, total=total, term=size, unit=unit, stops_at=2 * size / eps)
-            named = replace(record, names=(*record.names, self._buffers.get(storage_key(value), "")))
+            named = replace(record, names=(*record.names, self._names.get(storage_key(value), "")))
             self._growing.append((reference(value), named))
 
     def records(self) -> list[Record]:

@@ -8,6 +8,7 @@ operator that loses values from one that passes losses on; the second shows whet
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter, defaultdict
@@ -119,6 +120,8 @@ _LOST = 0.03
 _LEAST_KEPT = 2.0**-6
 #: The least part of the smaller operand that an addition loses, of its norm.
 _ABSORBED = 0.5
+#: The least relative error of a running sum: the rounding of terms that are not lost makes far less.
+_SUM_OFF = 0.1
 #: The least number of elements of an addition that is judged: a few may be absorbed by chance.
 _FEWEST = 64
 #: The same of a difference, which is judged by the norm of all its elements, such as one for each channel.
@@ -169,6 +172,7 @@ class SecondComputation:
         module: returns the dotted path of the module that is running.
         parameters: the model's parameters by name, whose gradients are compared in the end.
         buffers: the model's buffers by name, whose values persist after a step.
+        by_hand: whether the loop updates the weights itself, without an optimizer.
     """
 
     def __init__(
@@ -176,13 +180,15 @@ class SecondComputation:
         module: Callable[[], str],
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
+        by_hand: bool = False,
     ) -> None:
         self._module = module
         self._parameters = list(parameters)
-        narrow = {
-            storage_key(buffer): name for name, buffer in buffers if _is_plain(buffer) and buffer.dtype in _NARROW
-        }
-        self._kept = KeptSums((parameter for _, parameter in self._parameters), narrow)
+        stepped = [each for _, each in self._parameters if each.requires_grad and not by_hand]
+        # One at a time: another thread may replace its model's gradients meanwhile.
+        others = itertools.chain(stepped, (each.grad for _, each in self._parameters))
+        left = [(name, each) for name, each in self._parameters if by_hand or not each.requires_grad]
+        self._kept = KeptSums(others, _narrow_storages(buffers), _narrow_storages(left))
         self._choices = Choices()
         self._divided = DividedGradients(self._parameters)
         self._numbers = RoundedNumbers(self._kept.is_old)
@@ -212,7 +218,8 @@ class SecondComputation:
         #: The lines of sums and differences, by the storage of their result.
         self._lines_of: dict[int, tuple[StorageWeakRef, str]] = {}
         #: Additions of few elements, by line: each alone may be absorbed by chance.
-        self._repeated: defaultdict[str, list[AbsorbedOperand]] = defaultdict(list)
+        #: Each has the relative error of its result.
+        self._repeated: defaultdict[str, list[tuple[AbsorbedOperand, float]]] = defaultdict(list)
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -381,7 +388,7 @@ class SecondComputation:
             self._compare_sum(pending, value, local())
         elif operator in _AMPLIFYING:
             if operator in _ADDITIONS and is_rounded:
-                self._compare_addition(pending, value, local)
+                self._compare_addition(pending, value, twin, local)
             if value.numel() >= _FEWEST_OF_ONE or operator in _LOSSES:
                 self._compare_errors(pending, value, twin)
 
@@ -466,7 +473,9 @@ class SecondComputation:
         figures = {"elements": float(infinite.sum()), "of": of, "is_by_row": of > 1 and infinite.shape[-1] == 1}
         norms.append(self._record(OverflowedNorm, pending, value, text=text, **figures))
 
-    def _compare_addition(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
+    def _compare_addition(
+        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
+    ) -> None:
         """Record an operand that the other one absorbs; of small tensors, the additions at one line together."""
         is_in_place = pending.func._schema.is_mutable
         given = pending.given[0][:2]
@@ -495,7 +504,7 @@ class SecondComputation:
             self._add(AbsorbedOperand, pending, value, wide - local(), **figures)
         else:
             record = self._record(AbsorbedOperand, pending, value, **figures)
-            self._repeated[record.names[1]].append(record)
+            self._repeated[record.names[1]].append((record, _relative(value, twin)))
 
     def _compare_choice(self, pending: Pending) -> None:
         """Record a top k whose last score ties, in enough rows, with one that is left out, where the exact scores differ."""
@@ -613,7 +622,6 @@ class SecondComputation:
     def records(self) -> list[Record]:
         """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
         worst, whose = self._gradients_error()
-        self._found[AbsorbedOperand] += _running_sums(self._repeated.values())
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records()]
@@ -623,6 +631,8 @@ class SecondComputation:
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
         found += [*self._found[OverflowedNorm], *self._arguments.values(), *self._choices.used]
+        # A larger error in an addition of its own does not make up for a sum that stopped.
+        found += [_with_gradients(each, worst, whose) for each in _running_sums(self._repeated.values())]
         worsts: tuple[tuple[type[Record], str], ...] = (
             (LostSum, "error"),
             (AbsorbedOperand, "error"),
@@ -718,6 +728,11 @@ class SecondComputation:
         self._twins.forget(each for each in results if _is_plain(each) or _is_decision(each))
 
 
+def _narrow_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
+    """Return the names of the 16-bit tensors by storage."""
+    return {storage_key(each): name for name, each in tensors if _is_plain(each) and each.dtype in _NARROW}
+
+
 def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:
     """Return the distance of a tensor from its twin, relative to the twin's norm."""
     return ratio(distance(value, twin), float(twin.norm()))
@@ -764,12 +779,13 @@ def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
     return operands
 
 
-def _running_sums(repeated: Iterable[list[AbsorbedOperand]]) -> Iterator[AbsorbedOperand]:
-    """Yield a record for each line whose many small additions together lose most of the terms."""
-    for additions in repeated:
+def _running_sums(repeated: Iterable[list[tuple[AbsorbedOperand, float]]]) -> Iterator[AbsorbedOperand]:
+    """Yield a record for each line whose many small additions together lose most of the terms, or a part of the last sum."""
+    for each in repeated:
+        additions, off = [record for record, _ in each], each[-1][1]
         lost = math.hypot(*(each.error * (each.size or 0) for each in additions))
         terms = math.hypot(*(each.size or 0 for each in additions))
-        if len(additions) >= _FEWEST and lost >= _ABSORBED * terms:
+        if len(additions) >= _FEWEST and (lost >= _ABSORBED * terms or off >= _SUM_OFF):
             times = len(additions)
             unchanged = sum(each.unchanged for each in additions) / times
             yield replace(

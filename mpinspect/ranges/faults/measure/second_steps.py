@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from mpinspect.ranges.capture import optimizer_steps, scalers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import LATER_STEPS, StepChoice, StepClock
+from mpinspect.ranges.capture.weights import RarerWork
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.runtime.dispatch import doubt, obstacle
@@ -153,7 +154,10 @@ class SecondSteps(Guarded):
     ) -> None:
         super().__init__(recording.note)
         self._model, self._clock, self._recording = model, clock, recording
-        self._choice = StepChoice((_EARLY_STEP, *LATER_STEPS) if steps is None else steps)
+        self._choice = (
+            StepChoice((_EARLY_STEP, *LATER_STEPS)) if steps is None else StepChoice(steps, with_rarer_work=0)
+        )
+        self._rarer_work = RarerWork(clock, model)
         self._thread = threading.get_ident()
         self._step = -1
         self._running = RunningModules()
@@ -221,6 +225,7 @@ class SecondSteps(Guarded):
         if threading.get_ident() != self._thread or self._clock.step == self._step:
             return
         begun, self._step = self._step, self._clock.step
+        self._choice.passed(begun, self._rarer_work.amount())
         self._end(begun)
         if self._mode is None and self._choice.is_due(self._step, self._recording.broken_phase):
             self._begin()

@@ -143,7 +143,10 @@ class _Norm(Sentences):
 def overflowed_norms(case: Case) -> list[OverflowedNorm]:
     """Return the infinities that made quotients zero, in the first step with any whose forward was finite; one of each module."""
     broken = {event.step for event in case.events if event.forward_finite is False}
+    # A loss scale that is still too high makes gradients infinite, and with them their norm, by which a clip divides.
+    scaled = {event.step for event in case.events if event.gradients_finite is False}
     found = [each for each in case.recorded(OverflowedNorm) if each.step not in broken]
+    found = [each for each in found if each.name or each.step not in scaled]
     return [each for each in found if each.step == found[0].step]
 
 
@@ -172,6 +175,7 @@ def _norm_overflows(case: Case) -> Iterator[Found]:
             "elements": elements,
             "of": of,
             "operator": operator,
+            "line": "".join(first.names[1:2]),
             "modules": [each.name for each in found],
         },
         {

@@ -272,7 +272,8 @@ class _ArgumentCode(Sentences):
     CLASS_WEIGHTS = "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out"
     ROUNDED_DIFFERENCE = (
         "with torch.autocast(device_type, enabled=False):\n"
-        "    difference = a.float() - b.float()  # for |a|^2 + |b|^2 - 2 ab: torch.cdist(a.float(), b.float())"
+        "    difference = (a.float() - b.float()).clamp_min(1e-6)\n"
+        "    # distances: torch.cdist(a.float(), b.float())"
     )
     LOG_SOFTMAX = "log_probabilities = torch.log_softmax(logits, -1)"
     LOG = "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"

@@ -25,7 +25,7 @@ from mpinspect.ranges.records import (
 )
 from mpinspect.ranges.session import Event, module_named
 from mpinspect.reporting.sentences import Said, Sentences
-from mpinspect.reporting.words import bracketed
+from mpinspect.reporting.words import bracketed, upper_first
 
 #: An error of the gradients from which on rounding matters: BF16 alone makes some 1%.
 _MATTERS = 0.1
@@ -50,6 +50,7 @@ _IN_WORDS = {
     "addmm": "a linear layer",
     "bmm": "a batched matrix product",
     "_softmax": "softmax",
+    "rsub": "a difference",
 }
 
 
@@ -105,19 +106,20 @@ def _gradients(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[_Gra
 
 class _Born(Sentences):
     BEYOND = (
-        "In step {measured}, {operator} in {place} overflows {dtype:format} in {count:count element}: the exact result is "
-        "finite, up to {largest:.3g}, and {dtype:format} ends at {end:g}."
+        "{at}, {operator} overflows {dtype:format} in {count:count element}: the exact result is finite, up to "
+        "{largest:.3g}, and {dtype:format} ends at {end:g}."
     )
     FROM_ROUNDED_INPUTS = (
-        "In step {measured}, {operator} in {place} is infinite or NaN in {count:count element} in {dtype:format}, and finite in "
-        "FP32: an earlier operator had rounded away the value that keeps it finite."
+        "{at}, {operator} is infinite or NaN in {count:count element} in {dtype:format}, and finite in FP32: an "
+        "earlier operator had rounded away the value that keeps it finite."
     )
     FIRST = (
-        "The forward was first not finite in step {step}, in {first_place}. A second computation, of step {measured} in FP32, "
-        "shows why."
+        "The forward was first not finite in step {step}, in {first_place}; step {measured}, computed a second time in FP32, "
+        "shows the operator."
     )
     FIRST_OF_BACKWARD = (
-        "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales."
+        "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales; step "
+        "{measured}, computed a second time in FP32, shows the operator."
     )
     EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
@@ -164,10 +166,10 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
     yield _found(
         born,
-        (began.when(is_later), _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS),
+        (_Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS, began.when(is_later)),
         fix,
         code,
-        {"count": int(born.elements), "first_place": first and first.place},
+        {"count": int(born.elements), "first_place": first and first.place, "at": _at(born, is_later)},
         layer=layer,
         is_grave=first is not None,
         step=step,
@@ -208,10 +210,16 @@ def _beginning(found: Record, first: Event | None) -> tuple[bool, str, int]:
     return False, found.name, found.step
 
 
+def _at(found: Record, is_later: bool) -> str:
+    """Return in words where an operator ran, and in which step, unless another sentence names the step."""
+    place = f"in {_place(found)['place']}"
+    return upper_first(place) if is_later else f"In step {found.step}, {place}"
+
+
 class _Alike(Sentences):
     IN_FP32_TOO = (
-        "In step {measured}, {operator} in {place} is infinite or NaN in {count:count element}, in FP32 as well: more bits do "
-        "not help. Its inputs or its weights are the cause."
+        "{at}, {operator} is infinite or NaN in {count:count element}, in FP32 as well: more bits do not help. Its inputs or its "
+        "weights are the cause."
     )
     INPUTS = (
         "Correct the inputs of {operator} in {place}: a zero that divides, the logarithm of zero, an empty row, or a constant "
@@ -245,9 +253,9 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
             words = {"count": int(alike.elements), "lowered": lowered, "first_place": first and first.place}
             yield _found(
                 alike,
-                (_Born.FIRST.when(is_later), _Alike.IN_FP32_TOO),
+                (_Alike.IN_FP32_TOO, _Born.FIRST.when(is_later)),
                 (_Alike.INPUTS.when(first), _Alike.NEW_SCALER.when(lowered > 1)),
-                words=words,
+                words={**words, "at": _at(alike, is_later)},
                 layer=layer,
                 severity="info" if first is None else "error",
                 step=step,
@@ -261,10 +269,11 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
 class _Sum(Sentences):
     LOSES = (
         "In step {step}, in {place}, {operator} adds up in {dtype:format} and loses {error:.0%} of its result: one element "
-        "is {value:.4g} where the exact sum is {exact:.4g}."
+        "is {value:.4g} where the exact result is {exact:.4g}."
     )
     IN_FP32 = "Add up in FP32: cast the terms before the sum, and its result afterwards."
-    CAST = "total = torch.zeros(..., dtype=torch.float32).index_add(0, index, terms.float())  # or terms.float().sum()"
+    CAST = "total = terms.float().sum()  # or mean()"
+    CAST_INDEXED = "total = torch.zeros(..., dtype=torch.float32).index_add(0, index, terms.float())"
 
 
 def _sum_loses_terms(case: Case) -> Iterator[Found]:
@@ -277,7 +286,8 @@ def _sum_loses_terms(case: Case) -> Iterator[Found]:
     for lost in _by_place(case.recorded(LostSum), "error"):
         also, words = _gradients(lost)
         is_fault = also is not None or lost.error >= _MOST_OF_IT
-        fix, code = _Sum.IN_FP32.when(is_fault), _Sum.CAST.when(is_fault)
+        is_indexed = lost.names[0].startswith(("index", "scatter", "_index", "embedding"))
+        fix, code = _Sum.IN_FP32.when(is_fault), (_Sum.CAST_INDEXED.when(is_indexed) or _Sum.CAST).when(is_fault)
         yield _found(lost, (_Sum.LOSES, also), fix, code, words, is_mild=not is_fault)
 
 
@@ -310,13 +320,15 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
         is_fault = absorbed.unchanged >= _MOSTLY and not begins_near_zero
         says, fix, code = _Absorbed.NOTHING_CHANGES, _Absorbed.STREAM_IN_FP32, _Absorbed.CAST
         if absorbed.times > 1:
+            # Such a sum has lost most of its terms, although it has changed until it stopped.
+            is_fault = True
             says, fix, code = _Absorbed.SUM_STOPS, _Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32
         yield _found(absorbed, (says, also), fix.when(is_fault), code.when(is_fault), words, is_mild=not is_fault)
 
 
 class _Kept(Sentences):
     BUFFER_STOPS = (
-        "In step {step}, in {place}, {changes} in {dtype:format} leave {unchanged:percent} of the buffer {buffer!r} as it was: "
+        "In step {step}, in {place}, {changes} in {dtype:format} leave {unchanged:percent} of the {sort} {buffer!r} as it was: "
         "they change it by less than half a unit in the last place of its values."
     )
     STOPS = (
@@ -333,6 +345,8 @@ class _Kept(Sentences):
     )
     IN_FP32 = "Keep this tensor in FP32, and add FP32 terms to it."
     SCALED_IN_FP32 = "Keep this tensor in FP32, or a schedule's number as a Python float."
+    WEIGHT_IN_FP32 = "Keep this weight in FP32, change it there, and cast it where it is used."
+    MASTER = "master = weight.detach().float()  # once\nmaster.add_(update)\nweight.copy_(master)"
     NUMBER = "Keep this sum in FP32 or as a Python number; a counter is best an integer."
     REGISTER = 'self.register_buffer("{name}", torch.zeros(shape, dtype=torch.float32))'
     UNCAST = "buffer = model.get_buffer({path})\nbuffer.data = buffer.data.float()  # after model.to(dtype)"
@@ -348,7 +362,8 @@ _SCALING = {"mul": "multiplications", "div": "divisions", "pow": "powers", "lerp
 
 
 def _sum_stops(case: Case) -> Iterator[Found]:
-    """A moving average, running sum, counter or schedule in 16 bits that no longer changes, or will not for long.
+    """A moving average, running sum, counter or schedule in 16 bits, or a weight that the loop changes, that no longer changes or
+    will not for long.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
@@ -363,8 +378,11 @@ def _sum_stops(case: Case) -> Iterator[Found]:
         if is_scaled:
             fix = _Kept.BUFFER_SCALED_IN_FP32.when(buffer) or _Kept.SCALED_IN_FP32
             code = _Kept.UNCAST.when(buffer) or _Kept.FLOAT
+        if frozen.is_weight:
+            fix, code = _Kept.WEIGHT_IN_FP32, _Kept.MASTER
         words = {
             "buffer": buffer,
+            "sort": ("buffer", "weight")[frozen.is_weight],
             "name": buffer.rpartition(".")[2],
             "path": quoted(buffer),
             "changes": changes,
@@ -392,6 +410,7 @@ class _Left(Sentences):
     )
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
+    DIFFERENCE = "with torch.autocast(device_type, enabled=False):\n    difference = a.float() - b.float()"
 
 
 def _rounding_error_left(case: Case) -> Iterator[Found]:
@@ -414,11 +433,12 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             place = _place(born)
             words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
             _, _, step = _beginning(born, first)
-        off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "far more than itself"
+        off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "more than 1,000%"
         yield _found(
             cancelled,
             (_Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
             (_Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32).when(not is_mild),
+            (_Left.DIFFERENCE.when(is_difference) or _Born.CAST).when(not is_mild),
             words={**words, "off": off, "inputs": ("input was", "operands were")[is_difference]},
             is_grave=born is not None,
             is_mild=is_mild,

@@ -243,6 +243,7 @@ class _OtherScale(Sentences):
     UPDATE_LAST = "Call scaler.update() once a step, after the last scaler.step()."
     ONE_SCALER = "Scale a loss, and step its optimizer, with the same GradScaler."
     ONE_UPDATE = "scaler.step(optimizer)\nscaler.step(other_optimizer)\nscaler.update()"
+    UNSCALE_THEN_STEP = "scaler.unscale_(optimizer)\nscaler.step(optimizer)\nscaler.update()"
     WITH_ITS_SCALER = "scaler.scale(loss).backward()\nscaler.step(optimizer)"
     SAME_SCALE = "Divide by the scale with which the backward was run; change the scale after the optimizer's step."
     ORDER = (
@@ -291,7 +292,7 @@ def _updated_before(found: Sequence[DividedByAnother], case: Case) -> Iterator[F
     changes = len(known) - 1
     says, fix, code = _OtherScale.UPDATED, _OtherScale.UPDATE_LAST, _OtherScale.ONE_UPDATE
     if found[0].repeated:
-        says = _OtherScale.TWICE
+        says, code = _OtherScale.TWICE, _OtherScale.UNSCALE_THEN_STEP
     elif found[0].other_scaler:
         says, fix, code = _OtherScale.OTHER_SCALER, _OtherScale.ONE_SCALER, _OtherScale.WITH_ITS_SCALER
     is_updated = says is _OtherScale.UPDATED

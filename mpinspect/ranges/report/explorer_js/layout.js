@@ -16,8 +16,8 @@ const [ROWS, CURVES, HEADER] = [[22, 260], [120, 190], 28];
 const FREE = { row: ROWS[0], curve: 150, more: 0 };
 /** Pixels of a letter and of a row of a narrow page, whose names have two lines. */
 const [NARROW_LETTER, NARROW_ROW] = [6.4, 30];
-/** The curve's share of the height, most pixels of a row if none is to blame, and of the time strip beside its own. */
-const [CURVE, MODEST, MOST_STRIP] = [0.3, 64, 280];
+/** The curve's share of the height, most pixels of a row if none is to blame, and of the time strip beside its own if a row is. */
+const [CURVE, MODEST, MOST_STRIP] = [0.3, 64, 160];
 
 /** Widths in pixels. @typedef {{names: number, strip: number, isCompact: boolean}} Widths */
 
@@ -48,5 +48,5 @@ export function heights(free, rows, folded, isElsewhere = false) {
   const curve = folded ?? Math.round(clamp(CURVE * free, CURVES[0], CURVES[1]));
   const room = free - HEADER - curve;
   const row = clamp(Math.floor(room / Math.max(rows, 1)), ROWS[0], isElsewhere ? MODEST : ROWS[1]);
-  return { row, curve, more: clamp(room - rows * row, 0, MOST_STRIP) };
+  return { row, curve, more: clamp(room - rows * row, 0, isElsewhere ? room : MOST_STRIP) };
 }

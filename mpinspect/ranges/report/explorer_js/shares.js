@@ -103,7 +103,7 @@ export class Shares {
     const { format, scale } = state;
     if (!this.view.isScaled()) return [];
     if (!isMoved) {
-      return [`${format.label} flushes only below ${power(format.flush - scale)}, left of all that is shown: nothing is lost${this.view.hasScale ? " near this loss scale" : ""}. `,
+      return [`${format.label} flushes only below ${power(format.flush - scale)}, left of all that is shown. `,
         ...(format.name === "float16" ? [] : [this.otherwise])];
     }
     if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, "no finite value was counted")])];

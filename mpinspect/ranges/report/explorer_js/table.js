@@ -65,14 +65,18 @@ export class Table {
     return this.columns.filter(({ name }) => name !== "lost" || !isOutput);
   }
 
-  /** The one figure of a narrow page, by the culprit's or all layers': infinities if there are any, else overflows, else what is flushed. */
+  /** The one figure of a narrow page, the first that shows something of the culprit, or of any layer. */
   figureOf() {
     const { view } = this;
     if (!isNarrow()) return "flushed";
     const own = view.ofKind.filter((/** @type {any} */ layer) => !view.marked.size || view.isMarked(layer));
-    const found = own.map((/** @type {any} */ layer) => view.figures(layer)).filter(Boolean);
-    if (found.some((/** @type {any} */ { h }) => h.infs + h.nans)) return "broken";
-    return found.some((/** @type {any} */ { high }) => high) ? "overflow" : "flushed";
+    const seen = new Set(own.flatMap((/** @type {any} */ layer) => this.cellsOf(layer, view.figures(layer)).map(([, tone], column) => tone && this.columns[column + 2].name)));
+    return ["broken", "overflow", "flushed", "lost"].find((name) => seen.has(name)) ?? "flushed";
+  }
+
+  /** The cells of a layer, each with its tone. @param {any} layer @param {any} found its figures @returns {[string, string][]} */
+  cellsOf(layer, found) {
+    return [...figureCells(layer, found, this.view.toneOf(layer)), ...this.lostCells(layer), ...this.noteCells(layer)];
   }
 
   /** @param {import("./columns.js").ColumnOf} column */
@@ -222,7 +226,7 @@ export class Table {
     row.setAttribute("aria-rowindex", index + 1);
     if (!layer) return;
     const found = view.figures(layer);
-    const cells = [...figureCells(layer, found, view.toneOf(layer)), ...this.lostCells(layer), ...this.noteCells(layer)];
+    const cells = this.cellsOf(layer, found);
     row.classList.toggle("chosen", layer.name === view.state.layer);
     // Below a group its marked members stand by themselves.
     row.classList.toggle("marked", !of.members && view.isMarked(layer));

@@ -131,7 +131,7 @@ export class Timeline {
     const { known } = this;
     const values = known.length ? known : this.largest.filter((each) => each !== null);
     const [least, most] = values.length ? [Math.floor(Math.min(...values)), Math.ceil(Math.max(...values))] : [0, 0];
-    const drawn = chart(wide, high, `${known.length ? "The loss scale" : "The largest magnitude"} over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps.`,
+    const drawn = chart(wide, high, `${known.length ? "The loss scale" : "The largest magnitude"} over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps. ${data.opening.said}`.trim(),
       across, { ends: [least - 1, most + 1], ticks: values.length ? [...new Set([least, most])] : [], words: power });
     const { picture, x, y, bottom } = drawn;
     this.shade(drawn, bottom);
