@@ -2,9 +2,10 @@
 
     python benchmarks/blocks.py [--json benchmarks/results/blocks-cpu.json] [--repeats 9] [--quick]
 
-All ways read the same matrix, in turn, and each repetition begins with another one. The targets are of medians of the process's
-CPU time, so that other programs disturb less; ratios of the least CPU time and of the wall-clock time stand beside. One
-orientation is counted: blocks along rows, as fprop's operands have them, or along columns (the transposed matrix), as wgrad's.
+All ways read the same matrix, in turn, and each repetition begins with another one. The targets are of the process's CPU
+time, and of ratios within a repetition, so that other programs disturb less; ratios of the least CPU time and of the wall-clock
+time stand beside. One orientation is counted: blocks along rows, as fprop's operands have them, or along columns (the transposed
+matrix), as wgrad's.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Row:
     """One way on one kind of data. ``over_exponents``: relative to the exponents alone, which the others count, too.
 
     Args:
-        ms, over_exponents: medians of the CPU time; ``least``: of the least CPU time.
-        wall, least_wall: ratios of the wall-clock time, median and least.
+        ms: median of the CPU time; ``over_exponents``: median of its ratios within a repetition; ``least``: ratio of the least.
+        wall, least_wall: the same two ratios of the wall-clock time.
     """
 
     dtype: str
@@ -80,8 +81,9 @@ def measure(dtype: torch.dtype, data: str, threads: int, shape: tuple[int, int],
             wall[name].append(time.perf_counter() - began)
     name = str(dtype).removeprefix("torch.")
 
-    def over(seconds: dict[str, list[float]], of: Callable[[list[float]], float], way: str) -> float:
-        return of(seconds[way]) / of(seconds[EXPONENTS])
+    def ratios(seconds: dict[str, list[float]], way: str) -> tuple[float, float]:
+        pairs = zip(seconds[way], seconds[EXPONENTS], strict=True)
+        return statistics.median(taken / alone for taken, alone in pairs), min(seconds[way]) / min(seconds[EXPONENTS])
 
     return [
         Row(
@@ -90,7 +92,8 @@ def measure(dtype: torch.dtype, data: str, threads: int, shape: tuple[int, int],
             threads,
             way,
             statistics.median(cpu[way]) * 1e3,
-            *(over(seconds, of, way) for seconds in (cpu, wall) for of in (statistics.median, min)),
+            *ratios(cpu, way),
+            *ratios(wall, way),
         )
         for way in calls
     ]

@@ -406,6 +406,13 @@ def test_an_error_while_experts_are_measured_is_noted_and_the_training_goes_on(m
     assert "the training is not affected" in notes
 
 
+def test_experts_are_left_alone_where_something_is_compiled_and_this_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpinspect.ranges.capture.experts.compiled_graphs", lambda: 1)
+    session = _run(_Experts("loop"), torch.randn(96, 64), _CALLS["plain"]).session()
+    assert {record.module for record in session.precision.operands} == {"before"}
+    assert "where torch.compile has compiled code: compare_recipes measures them" in " ".join(session.notes)
+
+
 def test_a_product_with_a_sparse_matrix_leaves_experts_judged() -> None:
     class Graph(_Experts):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
