@@ -83,7 +83,9 @@ def test_steps_after_an_infinity_are_computed_twice_until_one_breaks_again(
     report = json.loads((tmp_path / RUN_DIR / "report.json").read_text())
     findings = report["models"][0]["ranges"]["findings"]
     named = [each["message"] for each in findings if each["id"] == "overflow-in-operator"]
-    assert ["pow overflows" in message and f"step {measured[0]}" in message for message in named] == [True] * len(measured)
+    assert ["pow overflows" in message and f"step {measured[0]}" in message for message in named] == [True] * len(
+        measured
+    )
 
 
 @pytest.mark.parametrize(
