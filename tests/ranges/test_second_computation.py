@@ -439,6 +439,21 @@ def test_small_sums_that_stop_growing_are_judged_line_by_line(is_in_place):
     assert records(second, AbsorbedOperand) == []
 
 
+def test_a_sum_that_stops_late_is_judged_and_a_state_that_keeps_changing_is_not():
+    with Twice() as second:
+        count = torch.zeros((), dtype=torch.bfloat16)
+        for _ in range(300):
+            count += 1
+    (absorbed,) = records(second, AbsorbedOperand)
+    assert (count, absorbed.times) == (256.0, 299.0)
+    with Twice() as second:
+        state, weight = values(16).bfloat16(), values(16, 16).bfloat16()
+        for _ in range(300):
+            state = state + 2 * torch.sin(weight @ state) - 0.5 * state
+    assert float((state.float() - second.twin(state)).norm() / second.twin(state).norm()) > 0.1
+    assert records(second, AbsorbedOperand) == []
+
+
 def test_a_number_that_is_lost_is_judged_only_if_it_is_added_in_place():
     with Twice() as second:
         norm = torch.full((), 512.0, dtype=torch.bfloat16)

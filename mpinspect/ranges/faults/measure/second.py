@@ -785,9 +785,11 @@ def _running_sums(repeated: Iterable[list[tuple[AbsorbedOperand, float]]]) -> It
         additions, off = [record for record, _ in each], each[-1][1]
         lost = math.hypot(*(each.error * (each.size or 0) for each in additions))
         terms = math.hypot(*(each.size or 0 for each in additions))
-        if len(additions) >= _FEWEST and (lost >= _ABSORBED * terms or off >= _SUM_OFF):
-            times = len(additions)
-            unchanged = sum(each.unchanged for each in additions) / times
+        times = len(additions)
+        unchanged = sum(each.unchanged for each in additions) / times
+        # The rounding of a state, as of a recurrent network, adds up to as much, but it changes with every step.
+        has_stopped = off >= _SUM_OFF and unchanged >= _SUM_OFF / 2
+        if times >= _FEWEST and (lost >= _ABSORBED * terms or has_stopped):
             yield replace(
                 additions[-1], error=lost / terms, unchanged=unchanged, size=terms / times**0.5, times=float(times)
             )
