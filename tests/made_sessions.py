@@ -227,6 +227,7 @@ def full_session() -> s.Session:
                     QuantizationLoss(100, 3, 1, 32, 25.0, 0.25, 50.0, 49.5, 0.125),
                     4,
                     False,
+                    True,
                 ),
             ),
         ),

@@ -1307,7 +1307,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("unscale-missing", "", 0, clipped_scaled),
     ("unscale-missing", "", 0, stepped_scaled),
     ("unscaled-too-often", "", 0, unscaled_by_hand_too),
-    ("unscaled-too-often", "0.weight", 0, unscaled_each_micro_batch),
+    ("unscaled-too-often", "", 0, unscaled_each_micro_batch),
     ("unscaled-too-often", "1.weight", 0, second_loss_not_scaled),
     ("gradients-clipped-to-zero", "", 0, clipped_to_zero),
     ("gradients-zeroed", "", 0, zeroed),
