@@ -521,11 +521,13 @@ class BornInfinite(Record, kind="second-born"):
     Args:
         elements, of: the number of such elements, and of all.
         largest: their largest exact magnitude; 0 if the operator is not to blame but the rounding of its inputs.
+        exponent: of a cast, the largest argument of an exponential before it that FP16 can't hold. Its line is the last name.
     """
 
     elements: float
     of: float
     largest: float
+    exponent: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -439,6 +439,16 @@ def test_small_sums_that_stop_growing_are_judged_line_by_line(is_in_place):
     assert records(second, AbsorbedOperand) == []
 
 
+@pytest.mark.parametrize(("argument", "exponent"), [(14.0, 14.0), (3.0, None)])
+def test_a_cast_that_overflows_has_the_exponential_that_made_the_value(argument, exponent):
+    with Twice() as second:
+        scale = torch.tensor(argument).exp() * (1.0 if exponent else 1e5)
+        (scale * values(64).abs().clamp_min(0.5)).half()
+    (born,) = records(second, BornInfinite)
+    assert (born.names[0], born.exponent) == ("_to_copy", exponent)
+    assert [name.partition(":")[0] for name in born.names[3:]] == ["test_second_computation.py"] * bool(exponent)
+
+
 def test_a_sum_that_stops_late_is_judged_and_a_state_that_keeps_changing_is_not():
     with Twice() as second:
         count = torch.zeros((), dtype=torch.bfloat16)

@@ -212,6 +212,16 @@ def test_a_batch_that_a_cast_made_infinite_is_the_casts_fault():
     assert "batch-not-finite" in findings(batch, in_a_module, precision=FP16, events=events)
 
 
+def test_the_exponential_before_a_cast_is_to_be_bounded():
+    names = ("_to_copy", "train.py:10", "forward", "train.py:9")
+    cast = BornInfinite(step=1, names=names, text="float16", elements=4, of=64, largest=1e6, exponent=14.3)
+    finding = findings(cast)["overflow-in-operator"]
+    assert "exp (train.py:9) gets arguments up to 14.3" in finding.message
+    assert "exp()" in finding.code
+    without = findings(replace(cast, names=names[:3], exponent=None))["overflow-in-operator"]
+    assert (without.code, "exp" in without.message.replace("the exact", "")) == ("", False)
+
+
 def test_rounded_ids_have_an_example():
     changed = ChangedIntegers(step=1, names=PLACE, text="bfloat16", changed=114, of=128, given=8576, exact=8544)
     finding = findings(changed)["integers-rounded"]

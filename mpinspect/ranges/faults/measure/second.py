@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,6 +109,8 @@ _WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
 _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: Bytes of twins, and seconds, after which the rest of the step is left out.
 _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
+#: The logarithm of FP16's largest number.
+_LARGEST_EXPONENT = math.log(65504)
 #: The most modules in which infinite divisors are recorded.
 _MOST_NORMS = 3
 #: Bytes of errors that are held until the gradient at their operator's result is known.
@@ -220,6 +223,8 @@ class SecondComputation:
         #: Additions of few elements, by line: each alone may be absorbed by chance.
         #: Each has the relative error of its result.
         self._repeated: defaultdict[str, list[tuple[AbsorbedOperand, float]]] = defaultdict(list)
+        #: The largest argument of the first exponential in FP32 that FP16 can't hold, and its line.
+        self._exponent: tuple[float, str] | None = None
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -231,6 +236,8 @@ class SecondComputation:
         if not isinstance(func, torch._ops.OpOverload):
             return []
         try:
+            if func.overloadpacket is aten.exp:
+                self._remember_exponent(args[0])
             if self._errors:
                 self._weigh(args)
             if self._choices:
@@ -243,6 +250,13 @@ class SecondComputation:
         except Exception:
             self.skipped[func.overloadpacket.__name__] += 1
             return []
+
+    def _remember_exponent(self, argument: torch.Tensor) -> None:
+        """Remember the argument of an exponential in FP32 whose result is infinite in FP16. Waits for the device."""
+        if self._exponent is None and _is_plain(argument) and argument.dtype is torch.float32 and argument.numel():
+            largest = float(argument.detach().max())
+            if _LARGEST_EXPONENT < largest < math.inf:
+                self._exponent = largest, innermost_line(sys._getframe())
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
         schema = func._schema
@@ -444,6 +458,10 @@ class SecondComputation:
         if bool(born.any()) and value.dtype in _NARROW:
             largest = float(local[born].abs().max())
             self._add(BornInfinite, pending, value, elements=float(born.sum()), of=of, largest=largest)
+            if self._exponent is not None and pending.func.overloadpacket in _CASTS:
+                exponent, line = self._exponent
+                record = self._found[BornInfinite].pop()
+                self._found[BornInfinite].append(replace(record, exponent=exponent, names=(*record.names, line)))  # type: ignore[call-arg]
         elif self._found.get(BornInfinite):
             return
         elif bool(of_precision.any()):

@@ -125,6 +125,11 @@ class _Born(Sentences):
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
     PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
     BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
+    OF_EXPONENT = (
+        "Before it, exp{exponent_line} gets arguments up to {exponent:.3g}; exp(11.09) is FP16's largest number."
+    )
+    BOUND_EXPONENT = "Bound the exponent. A learned scale is initialised with its logarithm."
+    CLAMP_EXPONENT = "scale = log_scale.clamp_max(math.log(100)).exp()"
     STAY_IN_FP32 = "Leave this value in FP32, or bound it first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
@@ -166,10 +171,19 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
     yield _found(
         born,
-        (_Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS, began.when(is_later)),
+        (
+            _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS,
+            _Born.OF_EXPONENT.when(born.exponent),
+            began.when(is_later),
+        ),
         fix,
         code,
-        {"count": int(born.elements), "first_place": first and first.place, "at": _at(born, is_later)},
+        {
+            "count": int(born.elements),
+            "first_place": first and first.place,
+            "at": _at(born, is_later),
+            "exponent_line": bracketed("".join(born.names[3:4])),
+        },
         layer=layer,
         is_grave=first is not None,
         step=step,
@@ -192,6 +206,8 @@ def _remedy(born: BornInfinite) -> tuple[Said, Said]:
         return _Born.BOUND_EXP, _Born.CAST
     if born.largest >= _LARGEST_OF_FP32:
         return _Born.MASK_OF_THE_DTYPE, _Born.FINFO
+    if born.exponent:
+        return _Born.BOUND_EXPONENT, _Born.CLAMP_EXPONENT
     if operator in _CASTS:
         return _Born.STAY_IN_FP32, ()
     is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
