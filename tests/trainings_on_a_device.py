@@ -109,6 +109,27 @@ def scaled_by_hand() -> tuple[nn.Module, Step]:
     return model, step
 
 
+def states_in_half() -> tuple[nn.Module, Step]:
+    """FP16 weights with FP16 moments, before FP32 ones that a BF16 copy overwrites after each step."""
+    head, x = nn.Linear(4, 32).to(stand_in_device.NAME), batch().half()
+    model = nn.Sequential(network().half(), _Float(), head)
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            head.weight.copy_(head.weight.bfloat16())
+
+    return model, step
+
+
+class _Float(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.float()
+
+
 def adversarial() -> tuple[nn.Module, Step]:
     generator, critic, x = network(), nn.Linear(4, 1).to(stand_in_device.NAME), batch()
     both = nn.ModuleList([generator, critic])
@@ -130,6 +151,7 @@ TRAININGS: dict[str, tuple[Callable[[], tuple[nn.Module, Step]], dict[str, Any]]
     "masters": (masters, {}),
     "accumulation": (accumulated, {}),
     "scaled by hand": (scaled_by_hand, {"loss_scale": 1024.0}),
+    "states in FP16": (states_in_half, {"loss_scale": 1.0}),
     "gan": (adversarial, {}),
     "every=10": (plain, {"every": 10}),
     "budget": (plain, {"max_overhead": 0.05}),

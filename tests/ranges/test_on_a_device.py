@@ -26,6 +26,7 @@ TRAININGS = (
     "masters",
     "accumulation",
     "scaled by hand",
+    "states in FP16",
     "gan",
     "every=10",
     "budget",

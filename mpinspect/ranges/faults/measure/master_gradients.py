@@ -77,6 +77,8 @@ class MasterGradients(Measuring):
         self._now = _Step()
         #: By the optimizer's id, the addresses and versions of its largest FP32 weights after its last step.
         self._left: dict[int, dict[str, tuple[int, int]]] = {}
+        #: These weights, by the optimizer's id. They are searched for in measured steps alone: every step asks for them.
+        self._largest: dict[int, list[WatchedParameter]] = {}
         self._readings = 0
         #: The FP32 weights that had values which no 16-bit dtype holds after a step.
         self._wide: set[str] = set()
@@ -187,9 +189,11 @@ class MasterGradients(Measuring):
 
     def _fp32_weights(self, optimizer: torch.optim.Optimizer) -> list[WatchedParameter]:
         """Return the largest FP32 weights that an optimizer steps itself."""
-        watched = (each for each in self._optimizers.parameters(optimizer) if is_plain(each.parameter))
-        wide = [each for each in watched if each.parameter.dtype is torch.float32]
-        return sorted(wide, key=lambda each: -each.parameter.numel())[:_MOST_WEIGHTS]
+        if self.at_work or id(optimizer) not in self._largest:
+            watched = (each for each in self._optimizers.parameters(optimizer) if is_plain(each.parameter))
+            wide = [each for each in watched if each.parameter.dtype is torch.float32]
+            self._largest[id(optimizer)] = sorted(wide, key=lambda each: -each.parameter.numel())[:_MOST_WEIGHTS]
+        return self._largest[id(optimizer)]
 
     def _read_written(self, optimizer: torch.optim.Optimizer) -> None:
         """Read FP32 weights that other code has written since the optimizer's last step.
