@@ -148,14 +148,31 @@ _AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
 
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
-    """An operator whose result in 16 bits is infinite or NaN, where the exact one is finite: of the forward, or of a backward
-    that breaks at loss scales below 2^-8 too.
+    """An operator whose result in 16 bits overflows, where the exact one is finite: of the forward, or of a backward that breaks
+    at loss scales below 2^-8 too.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
     infinity or NaN.
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
+    return (found for found in _born_infinite(case) if found.evidence["largest"])
+
+
+def _input_rounded_away(case: Case) -> Iterator[Found]:
+    """An operator whose result in 16 bits is infinite or NaN, since an earlier operator rounded one of its inputs: a division by
+    a difference or an epsilon that became zero.
+
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
+    infinity or NaN.
+
+    False alarms: It is measured, but the operator that rounded is not named.
+    """
+    return (found for found in _born_infinite(case) if not found.evidence["largest"])
+
+
+def _born_infinite(case: Case) -> Iterator[Found]:
+    """Yield the occurrence of the first operator that is infinite or NaN in 16 bits alone, if no other fault names it."""
     norms = {norm.step for norm in overflowed_norms(case)}
     found = (each for each in case.recorded(BornInfinite) if _is_of_precision(each, case) and each.step not in norms)
     born = next(found, None)
@@ -554,6 +571,8 @@ def _choices_differ(case: Case) -> Iterator[Found]:
         )
 
 
+#: The findings that an infinity of the precision explains.
+_OF_BORN = ("non-finite-event", "argument-out-of-range")
 FAULTS = (
     Fault(
         "breaks-in-fp32-too",
@@ -562,13 +581,8 @@ FAULTS = (
         (_Alike, _Born),
         ("scale-falls-for-forward", "non-finite-event", "argument-out-of-range"),
     ),
-    Fault(
-        "overflow-in-operator",
-        "warning",
-        _overflow_in_operator,
-        (_Born,),
-        ("non-finite-event", "argument-out-of-range"),
-    ),
+    Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born,), _OF_BORN),
+    Fault("input-rounded-away", "warning", _input_rounded_away, (_Born,), _OF_BORN),
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("choices-differ", "warning", _choices_differ, (_Choices,)),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
