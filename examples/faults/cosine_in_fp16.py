@@ -1,5 +1,6 @@
 """A cosine similarity by hand adds an epsilon of 1e-8 in FP16, where it is zero: an empty row is 0/0."""
 
+# Thread: https://github.com/pytorch/pytorch/issues/32137
 # Finding: input-rounded-away in cosine, from step 6
 import torch
 from torch import nn
