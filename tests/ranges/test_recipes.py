@@ -219,6 +219,15 @@ def test_layers_that_are_not_called_are_named() -> None:
     assert "'attention.out_proj'" in str(report)
 
 
+def test_a_cell_has_the_noise_of_the_worst_layer_under_stochastic_rounding() -> None:
+    report = mpinspect.compare_recipes(_net(), _loss, [_batch()], ["nvfp4"])
+    operands = [each for block in (0, 1) for each in _row(report, f"blocks.{block}.0", "wgrad").cells[0].operands]
+    deviation = max(math.sqrt(each.loss.noise_to_signal) for each in operands if each.is_stochastic)
+    line = next(line for line in str(report).splitlines() if "wgrad" in line and "±" in line)
+    assert f"±{100 * deviation:.2g}%" in line
+    assert 0.05 < deviation < 0.3
+
+
 class _Transposed(nn.Module):
     """Stores its weight as (input features, output features), like the Conv1D of transformers."""
 
@@ -260,7 +269,8 @@ def test_a_product_is_judged_whatever_the_class_of_its_module_and_the_layout_of_
     assert (expected.not_linear, found.not_linear) == ((), ("blocks.1.0", "head"))
     mxfp8, mxfp4 = found.recipes
     # Only the subclass of nn.Linear is converted, and no filter has to leave out the others.
-    assert (found.converted(mxfp8), expected.converted(mxfp8)) == (1, 3)
+    assert (found.converted(mxfp8), expected.converted(mxfp8)) == (1, 2)
+    assert (found.kept_wide(mxfp8), expected.kept_wide(mxfp8)) == ((), ("head",))
     assert "head" in found.unserved(mxfp4)
     assert found.kept_wide(mxfp4) == found.filter_fqns(mxfp4) == ("blocks.0.0",)
     text = " ".join(str(found).split())
@@ -283,7 +293,8 @@ def test_a_gpt2_is_judged_product_by_product() -> None:
     )
     assert report.not_linear == tuple(block)
     text = " ".join(str(report).split())
-    assert "Published recipes keep heads and routers in BF16, whatever flushing takes: add 'lm_head' to KEEP." in text
+    assert "Heads and routers stay in BF16 whatever flushing takes, as in published recipes: 'lm_head'." in text
+    assert report.advised is None
 
 
 class _Experts(nn.Module):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpinspect.numeric.blocks import QuantizationLoss
 from mpinspect.numeric.recipes import HISTORY, TrainingRecipe
-from mpinspect.ranges.analysis.products import is_named_head, is_named_router, modules_named, pattern_of
+from mpinspect.ranges.analysis.products import modules_named, pattern_of
 from mpinspect.ranges.analysis.recipe_comparison import (
     TRANSFORMER_ENGINE,
     OperandLoss,
@@ -40,9 +41,9 @@ ROWS = Limit(40, 200, "more; all are in JSON")
 _SMALL = 1e-5
 _LEGEND = (
     "fprop: the product of the output; dgrad: of the input's gradient; wgrad: of the weight's gradient; a cell: share of the L1 "
-    "mass (the sum of magnitudes) that is flushed to zero in the operand that loses most, and that operand. Operands with "
-    "stochastic rounding lose nothing on average and are left out: the report in JSON has their noise. {0..3}: the worst of "
-    "these layers; wide: in high precision, or with stochastic rounding alone"
+    "mass (the sum of magnitudes) that is flushed to zero in the operand that loses most, and that operand. An operand with "
+    "stochastic rounding loses nothing on average: after \u00b1 is its noise, the standard deviation relative to its values' "
+    "root mean square. {0..3}: the worst of these layers; wide: in high precision"
 )
 _NOT_JUDGED = (
     "Judged by flushing alone: a product is served if flushing takes at most 1% of the L1 mass of each operand that is rounded "
@@ -147,7 +148,9 @@ def _change(report: RecipeReport) -> Iterator[Block]:
         yield Line(f"{_converts(report, recipe)}{_as_many(report, recipe)}:")
         yield Code("\n".join(report.code(recipe)))
         yield from _in_torchtitan(report, recipe)
-        yield from _kept_by_others(report, recipe)
+    if report.heads_and_routers:
+        names = modules_named(report.heads_and_routers)
+        yield Line(f"Heads and routers stay in BF16 whatever flushing takes, as in published recipes: {names}.")
     yield from _of_experts(report)
     if of_engine is None or (recipe is not None and report.converted(of_engine) <= report.converted(recipe)):
         return
@@ -178,14 +181,6 @@ def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
         " ({} cover as many; flushing does not rank them)",
     )
     return filled(form, ", ".join(others))
-
-
-def _kept_by_others(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Block]:
-    wide = {*report.kept_wide(recipe), *report.not_linear}
-    found = [name for name in report.modules if name not in wide and (is_named_head(name) or is_named_router(name))]
-    if found:
-        names = modules_named(found)
-        yield Line(f"Published recipes keep heads and routers in BF16, whatever flushing takes: add {names} to KEEP.")
 
 
 def _of_experts(report: RecipeReport) -> Iterator[Block]:
@@ -247,12 +242,17 @@ def _table(report: RecipeReport) -> Tables:
 
 
 def _cell(cells: list[RecipeCell]) -> Cell:
-    """Return the worst of the cells of similar modules."""
-    found = [worst for cell in cells if (worst := cell.worst) is not None]
-    if not found:
-        return Cell("wide")
-    operand = max(found, key=lambda each: each.loss.lost_l1_share)
-    return Cell(_figure(operand), "" if operand.is_served else "warning")
+    """Return the worst figures of the cells of similar modules."""
+    nearest = max(
+        (worst for cell in cells if (worst := cell.worst) is not None),
+        key=lambda each: each.loss.lost_l1_share,
+        default=None,
+    )
+    noises = [each.loss.noise_to_signal for cell in cells for each in cell.operands if each.is_stochastic]
+    figures = [] if nearest is None else [_figure(nearest)]
+    figures += [f"\u00b1{percent(math.sqrt(noise))}" for noise in sorted(noises)[-1:]]
+    is_served = nearest is None or nearest.is_served
+    return Cell(" ".join(figures) or "wide", "" if is_served else "warning")
 
 
 def _figure(operand: OperandLoss) -> str:
