@@ -86,7 +86,7 @@ def test_code_outside_of_modules_is_a_candidate() -> None:
 
     report = mpinspect.rank_precision(_net(), loss, _batch())
     assert (report.modules[0].module, report.modules[0].is_own) == ("", True)
-    assert "In FP32, code outside of modules alone takes" in str(report)
+    assert "In FP32, Sequential's own code and the loss alone takes" in str(report)
 
 
 def test_a_model_in_fp32_has_no_errors() -> None:
@@ -134,7 +134,7 @@ def test_forms(tmp_path) -> None:
     assert plain["modules"][0]["errors"]["mean"] == report.modules[0].errors.mean
     assert math.isfinite(plain["errors"]["worst"])
     for suffix in ("html", "md", "txt"):
-        assert "code outside of modules" in report.save(tmp_path / f"ranking.{suffix}").read_text("utf-8")
+        assert "own code and the loss" in report.save(tmp_path / f"ranking.{suffix}").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def _blocks(report: PrecisionRanking) -> Iterator[Block]:
         f"The gradients of {weights} are {percent(errors.mean)} from FP32's on average, and {percent(errors.worst)} in "
         f"{errors.whose!r}. Whether that harms the training is not measured."
     )
-    yield from _advice(errors, report.modules)
+    yield from _advice(errors, report.modules, report.model)
     yield _table(report, errors)
     form = by_number(
         report.left_out, "{} candidate was left out for want of time.", "{} candidates were left out for want of time."
@@ -54,7 +54,7 @@ def _blocks(report: PrecisionRanking) -> Iterator[Block]:
         yield Line(filled(form, f"{report.left_out:,}"))
 
 
-def _advice(errors: GradientErrors, modules: tuple[Widening, ...]) -> Iterator[Block]:
+def _advice(errors: GradientErrors, modules: tuple[Widening, ...], model: str) -> Iterator[Block]:
     """Yield the smallest part that takes most of the errors away."""
     parts = [each for each in modules if _taken(each, errors) >= _MOST_OF_IT]
     if not parts:
@@ -64,7 +64,7 @@ def _advice(errors: GradientErrors, modules: tuple[Widening, ...]) -> Iterator[B
     if any(each.module.startswith(f"{part.module}.") for each in modules if part.module):
         yield Line(f"They arise all over {part.module!r}: none of its modules alone takes half of them away.")
         return
-    yield Line(f"In FP32, {_name(part)} alone takes {percent(_taken(part, errors))} of that away.", "warning")
+    yield Line(f"In FP32, {_name(part, model)} alone takes {percent(_taken(part, errors))} of that away.", "warning")
     if part.module and not part.is_own:
         yield Code(_CODE.format(module=f"self.{part.module}"))
 
@@ -73,12 +73,12 @@ def _taken(part: Widening, errors: GradientErrors) -> float:
     return 1 - part.errors.mean / errors.mean
 
 
-def _name(part: Widening) -> str:
+def _name(part: Widening, model: str) -> str:
     """Return a module, its own code, or one of its operators, in words."""
-    module = part.module or "code outside of modules"
+    whole = part.module or f"{model}'s own code and the loss"
     if part.operator:
-        return f"{part.operator} in {module}"
-    return f"{module} (own code)" if part.is_own and part.module else module
+        return f"{part.operator} in {whole}"
+    return f"{whole} (own code)" if part.is_own and part.module else whole
 
 
 def _table(report: PrecisionRanking, errors: GradientErrors) -> Tables:
@@ -90,7 +90,9 @@ def _table(report: PrecisionRanking, errors: GradientErrors) -> Tables:
     rows = [(Cell("nothing"), Cell("-"), *_figures(errors))]
     for each in report.modules:
         taken = _taken(each, errors)
-        rows.append((Cell(_name(each)), Cell(percent(taken) if taken > 0 else "-"), *_figures(each.errors)))
+        rows.append(
+            (Cell(_name(each, report.model)), Cell(percent(taken) if taken > 0 else "-"), *_figures(each.errors))
+        )
     return Tables((Table(columns, tuple(rows)),), ROWS, len(rows), _LEGEND)
 
 
