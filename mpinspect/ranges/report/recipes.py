@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.recipes import HISTORY, TrainingRecipe
+from mpinspect.numeric.recipes import HISTORY, STOCHASTIC, TrainingRecipe
 from mpinspect.ranges.analysis.products import modules_named, pattern_of
 from mpinspect.ranges.analysis.recipe_comparison import (
     TRANSFORMER_ENGINE,
@@ -46,22 +46,21 @@ _LEGEND = (
     "fprop: input x weight; dgrad: output's gradient x weight; wgrad: output's gradient x input. A cell: share of the L1 mass "
     "(the sum of magnitudes) that is flushed to zero in the operand that loses most, and that operand from 0.001% on; *: over "
     "1%. noise: of the output's gradient, which the recipe rounds at random, so that flushing takes nothing on average: the "
-    "standard deviation relative to its values' root mean square; not judged. {0..3}: the worst of these layers"
+    "standard deviation relative to its values' root mean square; not judged. {...}: the worst of these layers. An operand may "
+    "lose more in one product than in another, since blocks lie along the dimension that is summed over"
 )
 _WIDE_LEGEND = "; wide: not quantised"
 _JUDGED = (
-    "Judged by flushing alone, with the weights as they are. Rounding inside the range, later layers, the trained loss, speed "
-    "and memory are not measured."
+    "Judged by flushing alone, with the weights as they are. Rounding inside the range, the effect on other layers, the trained "
+    "loss, speed and memory are not measured."
 )
 _NOT_JUDGED = (
-    "The limit, 1% of an operand's L1 mass, is a choice: below it, flushing changes sums little. It is the same for all recipes. "
-    "Other weights, such as those of convolutions, embeddings and routers that are no torch.nn.Linear, are neither judged nor "
-    "converted."
+    "The limit of 1% is a choice, the same for all recipes: a share just below it is hardly better than one just above. Weights "
+    "that are not in the table, such as those of convolutions, embeddings and some routers, are neither judged nor converted."
 )
-_HARDWARE = (
-    "FP8 with a scale for a tensor or row needs a GPU of compute capability 8.9, with scales for blocks of 128 one of 9.0, MX "
-    "formats and NVFP4 one of 10.0. The code is for torchao 0.18 and TransformerEngine 2.20. Afterwards mpinspect run states "
-    "which products are really computed in FP8 or FP4."
+_AFTERWARDS = (
+    "The code is for torchao 0.18 and TransformerEngine 2.20. Afterwards mpinspect run states which products are really computed "
+    "in FP8 or FP4."
 )
 
 
@@ -99,7 +98,7 @@ def _layers(report: RecipeReport) -> str:
 
 
 def _is_delayed(recipe: TrainingRecipe) -> bool:
-    return any(each and each.rule == HISTORY for _, of in recipe.products.each() for each in (of.left, of.right))
+    return any(each.rule == HISTORY for each in recipe.products.operands())
 
 
 def _on_stale_scales(session: Session) -> Iterator[str]:
@@ -135,12 +134,19 @@ def _clipping(found: Sequence[StaleScale]) -> str:
 
 
 def _judgements(report: RecipeReport) -> Items:
-    return Items(tuple(Item(_judgement(report, recipe), recipe.title) for recipe in report.recipes))
+    return Items(
+        tuple(
+            Item(f"{_judgement(report, recipe)}. It needs compute capability {recipe.compute_capability}", recipe.title)
+            for recipe in report.recipes
+        )
+    )
 
 
 def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> str:
     unserved, unsuited = report.unserved(recipe), report.unsuited(recipe)
-    sentence = "flushes at most 1% of every operand's L1 mass"
+    sentence = "flushes at most 1% of the L1 mass of every operand"
+    if STOCHASTIC in {each.rounding for each in recipe.products.operands()}:
+        sentence += " that it rounds to nearest; the noise of the others is not judged"
     if report.broken:
         sentence += f", leaving out the infinities and NaN in {modules_named(report.broken)}"
     if unserved:
@@ -162,14 +168,14 @@ def _change(report: RecipeReport) -> Iterator[Block]:
             "one, replace it by an nn.Linear with the same bias and weight, which has the shape (outputs, inputs) there."
         )
     if recipe is None and report.heads_and_routers:
-        yield Line("No other layer can be converted now: a converter without a filter would take the following alone.")
+        yield Line("No layer is left to convert.")
     if recipe is not None:
         yield Line(f"{_converts(report, recipe)}{_as_many(report, recipe)}:")
         yield Code("\n".join(report.code(recipe)))
         yield from _in_torchtitan(report, recipe)
     if report.heads_and_routers:
         names = modules_named(report.heads_and_routers)
-        yield Line(f"In published recipes heads and routers stay in BF16 whatever flushing takes. Here: {names}.")
+        yield Line(f"Left in BF16 whatever flushing takes, as heads and routers are in published recipes: {names}.")
     yield from _of_experts(report)
     if of_engine is None or (recipe is not None and report.converted(of_engine) <= report.converted(recipe)):
         return
@@ -196,8 +202,8 @@ def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
     ]
     form = by_number(
         len(others),
-        "; {} covers as many, and flushing can't tell which is better",
-        "; {} cover as many, and flushing can't tell which is better",
+        " ({} covers as many: flushing can't tell which is better)",
+        " ({} cover as many: flushing can't tell which is better)",
     )
     return filled(form, ", ".join(others))
 
@@ -213,7 +219,7 @@ def _of_experts(report: RecipeReport) -> Iterator[Block]:
         return
     yield Line(
         f"Converters of Linear layers leave the experts {names} as they are. For them torchao has other code, to {recipe.title}. "
-        "Run it before the optimizer is made. It has an effect only if the model multiplies them by torch._grouped_mm:"
+        "Run it before the optimizer is made. Unless the model multiplies them by torch._grouped_mm, it has no effect:"
     )
     yield Code("\n".join(report.expert_code(recipe)))
 
@@ -230,7 +236,7 @@ def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Blo
 
 def _notes(report: RecipeReport) -> Iterator[str]:
     yield _NOT_JUDGED
-    yield _HARDWARE
+    yield _AFTERWARDS
     for recipe in report.recipes:
         if recipe.caveats:
             yield (
