@@ -24,8 +24,8 @@ from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
     from mpinspect.kernels.capture.live_profile import LiveProfile
+    from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
     from mpinspect.ranges.faults.measure.powers import PowersOfScale
-    from mpinspect.ranges.faults.measure.second import SecondComputation
     from mpinspect.shapes.record.live import LiveMatmuls
     from mpinspect.shapes.records import MatmulRecording
 
@@ -68,7 +68,7 @@ class OneStep(Guarded):
         self._steps: Counter[int] = Counter()
         self._products: LiveMatmuls | None = None
         #: The second computation of the recorded step, its models, and their steps.
-        self._second: tuple[SecondComputation, tuple[str, ...], dict[str, int]] | None = None
+        self._second: tuple[WholeStep, tuple[str, ...], dict[str, int]] | None = None
         #: The powers of the loss scale in the recorded step.
         self._powers: PowersOfScale | None = None
         #: Chooses further steps that are computed twice.
@@ -89,6 +89,8 @@ class OneStep(Guarded):
         """Mark the following matrix products as the optimizer's, not the model's."""
         if self._products is not None and self._is_its_thread:
             self._products.in_optimizer = True
+            if self._second is not None:
+                self._second[0].optimizer_steps(optimizer)
 
     @guarded
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -104,6 +106,8 @@ class OneStep(Guarded):
             return
         if self._products is not None:
             self._products.in_optimizer = False
+            if self._second is not None:
+                self._second[0].optimizer_stepped()
         self._step_ended(optimizer)
 
     @guarded
@@ -214,8 +218,8 @@ class OneStep(Guarded):
             self._finish_profile("")
 
     def _begin_products(self) -> None:
+        from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
         from mpinspect.ranges.faults.measure.powers import PowersOfScale
-        from mpinspect.ranges.faults.measure.second import SecondComputation
         from mpinspect.shapes.record.live import LiveMatmuls
 
         self._is_again = not self._wants_matmuls
@@ -229,9 +233,7 @@ class OneStep(Guarded):
             self._note_lint(reason)
             return
         products = LiveMatmuls(models)
-        second = SecondComputation(
-            products.running_module, _parameters(models), _buffers(models), self._models.are_by_hand
-        )
+        second = WholeStep(products.running_module, _parameters(models), _buffers(models), self._models.are_by_hand)
         products.compute_twice(second)
         self._powers = PowersOfScale(products.running_module, _parameters(models))
         products.follow(self._powers)
