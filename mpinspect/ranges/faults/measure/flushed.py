@@ -73,9 +73,11 @@ class DividedGradients:
 
         Args:
             name: "mul" or "div".
-            given: the gradient and its factor or divisor.
+            given: the gradient and its factor or divisor; one of several numbers, such as a mask, is left out.
             before: the gradient's old values if the product was written in place.
         """
+        if isinstance(given[1], torch.Tensor) and given[1].numel() != 1:
+            return
         gradient, factor = given[0], _factor(name, given[1])
         if gradient.dtype is not torch.float16 or after.dtype is not torch.float16 or (factor and factor >= 1):
             return
@@ -103,7 +105,7 @@ class DividedGradients:
 
 def _factor(name: str, value: Any) -> float | None:
     """Return the number by which a product multiplies; None if it is unknown without waiting for a device."""
-    if isinstance(value, torch.Tensor) and (not value.is_cpu or value.numel() != 1):
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
         return None
     if not isinstance(value, (torch.Tensor, int, float)):
         return None
@@ -118,13 +120,13 @@ class Flushes:
 
     def __init__(self) -> None:
         #: The records of all such results.
-        self.all: list[Record] = []
+        self.all: list[FlushedResult] = []
         #: The records of those that a tensor which persists has taken.
-        self.taken: list[Record] = []
+        self.taken: list[FlushedResult] = []
         #: The flushed results, and those computed from them, by storage.
-        self._of: dict[int, tuple[StorageWeakRef, Record]] = {}
+        self._of: dict[int, tuple[StorageWeakRef, FlushedResult]] = {}
 
-    def made(self, value: torch.Tensor, local: torch.Tensor, describe: Callable[..., Record]) -> None:
+    def made(self, value: torch.Tensor, local: torch.Tensor, describe: Callable[..., FlushedResult]) -> None:
         """Judge an operator's result. Waits for the device.
 
         Args:
@@ -154,6 +156,10 @@ class Flushes:
             self.taken.append(origin[1])
         else:
             self._of.setdefault(storage_key(value), (reference(value), origin[1]))
+
+    def most(self) -> list[FlushedResult]:
+        """Return the result with the most flushed elements."""
+        return sorted(self.all, key=lambda each: each.flushed * each.elements)[-1:]
 
 
 class AskedGradients(Measuring):

@@ -121,7 +121,7 @@ class OptimizerArithmetic(SecondComputation):
     def records(self) -> list[Record]:
         """Return the first operators that overflow, flush or lose a constant, the worst sum, and the states that stop."""
         firsts = (BornInfinite, RoundedConstant)
-        found = [*self._kept.records(), *self._divided.records(), *self._flushes.all[:1]]
+        found = [*self._kept.records(), *self._divided.records(), *self._flushes.most()]
         found += [each for kind in firsts for each in self._found[kind][:1]]
         found += sorted(self._found[LostSum], key=lambda each: getattr(each, "error", math.nan))[-1:]
         self._end()

@@ -146,6 +146,7 @@ class _Born(Sentences):
     STAY_IN_FP32 = "Leave this value in FP32, or bound it first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
+    NORM = "norm = weight.float().norm()"
     MASK_OF_THE_DTYPE = (
         "The value is FP32's largest, as masks often use it: take the largest of the scores' own dtype, so that a fully masked "
         "row stays finite."
@@ -155,7 +156,6 @@ class _Born(Sentences):
 
 _SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "linalg_vector_norm", "norm")
 _PRODUCTS = ("mul", "pow")
-_SQUARING = (*_PRODUCTS, "addcmul")
 _CASTS = ("_to_copy", "copy_")
 #: Operators that are infinite at zero.
 _AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
@@ -210,10 +210,12 @@ def _overflow_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
 
 
 def _overflow_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iterator[Found]:
-    if not of_optimizer or any(epsilon_zero(case)):
+    is_known = any(epsilon_zero(case)) or any(moments_flushed(case))
+    born = next((each for each in of_optimizer if each.largest or not is_known), None)
+    if born is None:
         return
-    born = of_optimizer[0]
-    fix, code = _remedy(born)
+    fix, _ = _remedy(born)
+    code = _Born.NORM.when(born.names[0].rstrip("_") in (*_SUMS, *_PRODUCTS))
     # The weights that it steps on break the next forward.
     is_grave = any(event.forward_finite is False and event.step > (born.step or 0) for event in case.events)
     says = _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS
@@ -426,12 +428,12 @@ def _sum_stops(case: Case) -> Iterator[Found]:
     False alarms: A sum that is set to zero again in time only rounds its terms. A number at the bound of a clamp is left out.
     That a sum will stop is inferred from one addition a step, and information if it would not within the run.
     """
-    flushed = {each.names[:2] for each in case.recorded(FlushedResult)}
+    flushed = _flushed_lines(case)
     moments = {found.evidence["state"] for found in moments_cannot_decay(case) if not found.is_inferred}
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
-        if frozen.names[:2] in flushed or (_optimizer_of(frozen) and buffer in moments):
-            # Another fault names the operator, or the state.
+        if frozen.names[1] in flushed or (_optimizer_of(frozen) and buffer in moments):
+            # Another fault names the line, or the state.
             continue
         changes = _SCALING.get(frozen.names[0].strip("_"), "additions")
         is_scaled = changes not in ("additions", "interpolations")
@@ -471,7 +473,7 @@ class _Flush(Sentences):
     )
     TAKEN = "A tensor that persists from step to step takes them."
     IN_FP32 = "Compute this operator in FP32, from FP32 inputs, and keep averages and sums of its results in FP32."
-    SQUARE = "square = gradient.float() ** 2  # in place of gradient.half() ** 2"
+    FLOAT = "total += f(x.float())  # total in FP32"
 
 
 def _operator_flushes(case: Case) -> Iterator[Found]:
@@ -489,8 +491,11 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
         if flushed.names[1] not in divided:
             taken = _Flush.TAKEN.when(not _optimizer_of(flushed))
             words = {"count": int(flushed.elements)}
-            code = _Flush.SQUARE.when(flushed.names[0].strip("_") in _SQUARING)
-            yield _found(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, code, words)
+            yield _found(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, _Flush.FLOAT, words)
+
+
+def _flushed_lines(case: Case) -> set[str]:
+    return {each.names[1] for each in case.recorded(FlushedResult)}
 
 
 class _One(Sentences):
@@ -538,7 +543,9 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
     unless it is a difference in 16 bits in code outside of modules, as of a loss.
     """
     first = _first_event(case)
-    for cancelled in _by_place(case.recorded(AmplifiedError), "after"):
+    flushed = _flushed_lines(case)
+    others = (each for each in case.recorded(AmplifiedError) if each.names[1] not in flushed)
+    for cancelled in _by_place(others, "after"):
         is_difference = cancelled.names[0].rstrip("_") in ("add", "sub", "rsub")
         also, words = _gradients(cancelled)
         born = _born_from(cancelled, case)
