@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 #: An optimizer is chosen after this many steps, even if other optimizers have not stepped yet: they may never do so.
 _MOST_WAITED = 8
-#: The step of an optimizer that replaces another one which is computed twice.
-_EARLY_STEP = 1
+#: The step, of an optimizer that replaces another one, that is computed twice, and how many such optimizers have one.
+_EARLY_STEP, _MOST_REPLACED = 1, 2
 
 
 class OneStep(Guarded):
@@ -55,7 +55,6 @@ class OneStep(Guarded):
         self.trace: Path | None = None
         # With --kernels alone no products are recorded, since they would delay the profile by one step.
         self._wants_matmuls = options.lint or (options.lint is None and not options.kernels)
-        self._computes_twice = self._wants_matmuls
         self._is_lint_asked = bool(options.lint)
         self._wants_trace = options.kernels
         self._directory = directory
@@ -74,10 +73,15 @@ class OneStep(Guarded):
         self._second: tuple[WholeStep, tuple[str, ...], dict[str, int]] | None = None
         #: The powers of the loss scale in the recorded step.
         self._powers: PowersOfScale | None = None
-        # A budget does not know the cost of a step that is computed twice.
-        self._has_budget = options.max_overhead not in (None, math.inf)
         #: Chooses further steps that are computed twice.
-        self._choice = self._chosen() if self._wants_matmuls else StepChoice((), after_events=0)
+        self._choice = StepChoice((), after_events=0)
+        #: How many more optimizers may replace the chosen one and have an early step computed twice.
+        self._left_replaced = 0
+        if self._wants_matmuls:
+            # A budget does not know the cost of a step that is computed twice.
+            has_budget = options.max_overhead not in (None, math.inf)
+            self._choice = StepChoice((), with_rarer_work=0) if has_budget else StepChoice(LATER_STEPS)
+            self._left_replaced = 0 if has_budget else _MOST_REPLACED
         #: Steps of the chosen optimizer.
         self._stepped = 0
         self._is_again = False
@@ -103,7 +107,8 @@ class OneStep(Guarded):
             return
         if self._is_replaced(optimizer):
             self._optimizer, self._stepped = weakref.ref(optimizer), 0
-            self._choice = self._chosen(_EARLY_STEP)
+            self._choice = StepChoice((_EARLY_STEP, *LATER_STEPS))
+            self._left_replaced -= 1
         if self._optimizer is not None and self._optimizer() is optimizer:
             self._step_passed()
         if not self._is_needed:
@@ -128,13 +133,10 @@ class OneStep(Guarded):
             if self._is_needed:
                 self._step_ended(None)
 
-    def _chosen(self, *early: int) -> StepChoice:
-        return StepChoice(early, with_rarer_work=0) if self._has_budget else StepChoice((*early, *LATER_STEPS))
-
     def _is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether another optimizer trains now, as after a resume or in a new phase, and may have other precisions."""
         is_gone = self._optimizer is not None and self._optimizer() is None
-        return is_gone and self._computes_twice and self._models.stepped_by(optimizer) is not None
+        return is_gone and self._left_replaced > 0 and self._models.stepped_by(optimizer) is not None
 
     def _step_passed(self) -> None:
         self._choice.passed(self._stepped, self._models.rarer_work())
