@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from mpinspect.ranges.capture.optimizers import states_of
-from mpinspect.ranges.faults.measure.flushed import Flushes
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums
 from mpinspect.ranges.faults.measure.second import (
     ADDITIONS,
@@ -30,7 +29,9 @@ aten = torch.ops.aten
 
 _DIFFERENCES = ADDITIONS | {aten.rsub}
 #: Bytes of twins, and seconds, after which the rest of an optimizer's step is left out: its parameters are treated alike.
-_MOST_BYTES, _MOST_SECONDS = 1 << 28, 2.0
+_MOST_BYTES, _MOST_SECONDS = 1 << 30, 2.0
+#: Elements after which the rest of a foreach operator is left out: it may have all parameters at once.
+_MOST_ELEMENTS = 1 << 25
 
 _Parameters = Iterable[tuple[str, torch.nn.Parameter]]
 
@@ -85,8 +86,9 @@ class OptimizerArithmetic(SecondComputation):
         ]
         others = (*stepped, *(each.grad for each in stepped))
         self._kept = KeptSums(others, narrow_storages(states), {})
-        self._flushes = Flushes()
         self._readers = {}
+        #: Elements of the operator that is being prepared.
+        self._elements = 0
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
         """Prepare an operator's second run; operators in FP32 and those of a closure are left out."""
@@ -94,7 +96,17 @@ class OptimizerArithmetic(SecondComputation):
             return []
         if not self._twins.bytes and not any(map(_is_narrow, leaves((*args, *kwargs.values())))):
             return []
+        self._elements = 0
         return super().before(func, args, kwargs)
+
+    def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
+        tensors = [each for each in leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
+        self._elements += max((each.numel() for each in tensors), default=0)
+        if self._elements <= _MOST_ELEMENTS:
+            return super()._prepare(func, args, kwargs)
+        if func._schema.is_mutable:
+            self._forget(tensors)
+        return None
 
     def _is_used_up(self) -> bool:
         return time.perf_counter() - self._began > _MOST_SECONDS or self._twins.bytes > _MOST_BYTES
