@@ -168,9 +168,13 @@ def test_the_weights_are_bit_identical(compute, dtype):
     assert all(map(torch.equal, seen, plain))
 
 
+class OwnAdam(torch.optim.Adam): ...
+
+
 @pytest.mark.parametrize("foreach", [False, True])
-def test_a_moment_that_cannot_decay_has_one_finding(foreach):
-    inspector, _ = trained(lambda parameters: torch.optim.Adam(parameters, foreach=foreach), BF16)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, OwnAdam])
+def test_a_moment_that_cannot_decay_has_one_finding(kind, foreach):
+    inspector, _ = trained(lambda parameters: kind(parameters, foreach=foreach), BF16)
     of_moments = [each.id for each in inspector.report().findings if "exp_avg_sq" in each.message]
     assert of_moments == ["moments-cannot-decay"]
 

@@ -77,6 +77,8 @@ class OptimizerArithmetic(SecondComputation):
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: _Parameters) -> None:
         super().__init__(lambda: "", parameters)
         self._phase = f"step of {type(optimizer).__name__}"
+        # The settings of torch's own show which of its states can't change: see moments-cannot-decay.
+        self._is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
         stepped = [each for group in optimizer.param_groups for each in group["params"]]
         states = [
             (name, state)
@@ -119,7 +121,8 @@ class OptimizerArithmetic(SecondComputation):
             return
         if value.dtype not in NARROW:
             return
-        self._compare_kept(pending, value, local)
+        if not self._is_of_torch:
+            self._compare_kept(pending, value, local)
         if operator in SUMS:
             self._compare_sum(pending, value, local())
         if not isinstance(value, torch.nn.Parameter):

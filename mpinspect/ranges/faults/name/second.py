@@ -162,8 +162,8 @@ _AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
 
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
-    """An operator whose result in 16 bits is infinite or NaN, where the exact one is finite: of the forward, or of a backward
-    that breaks at loss scales below 2^-8 too.
+    """An operator whose result in 16 bits is infinite or NaN, where the exact one is finite: of the forward, of an optimizer's
+    step, or of a backward that breaks at loss scales below 2^-8 too.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
     infinity or NaN.
@@ -420,8 +420,8 @@ _SCALING = {"mul": "multiplications", "div": "divisions", "pow": "powers", "lerp
 
 
 def _sum_stops(case: Case) -> Iterator[Found]:
-    """A moving average, running sum, counter or schedule in 16 bits, or a weight that the loop changes, that no longer changes or
-    will not for long.
+    """A moving average, running sum, counter or schedule in 16 bits, an optimizer's state, or a weight that the loop changes,
+    that no longer changes or will not for long.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
