@@ -579,6 +579,26 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlushedResult(Record, kind="second-flushed"):
+    """An FP16 result of an optimizer's step, or one that a tensor takes which persists, most of whose elements are flushed.
+
+    Args:
+        flushed: the share of the results that are zero, of those that are not in FP32, 0..1.
+        elements: the number of results that are not zero in FP32.
+        largest: the largest exact magnitude that became zero.
+    """
+
+    flushed: float
+    elements: float
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedConstant(Record, kind="second-constant"):
+    """A difference from the constant 1, in an optimizer's step, that is zero: the other number is 1 in 16 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FrozenBuffer(Record, kind="second-buffer"):
     """A sum kept from step to step that additions in place leave unchanged. A buffer's or weight's name is the last of ``names``.
 

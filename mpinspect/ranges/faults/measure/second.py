@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices
-from mpinspect.ranges.faults.measure.flushed import DividedGradients
+from mpinspect.ranges.faults.measure.flushed import DividedGradients, Flushes
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
 from mpinspect.ranges.faults.measure.powers import rows
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
@@ -59,21 +59,21 @@ from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
 
-_NARROW = (torch.float16, torch.bfloat16)
+NARROW = (torch.float16, torch.bfloat16)
 #: Sums of many terms, whose rounding errors add up.
-_SUMS = frozenset(
+SUMS = frozenset(
     {
         *(aten.sum, aten.mean, aten.cumsum, aten.index_add, aten.index_add_, aten.index_put, aten.index_put_),
         *(aten._index_put_impl_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.var, aten.std),
         *(aten.linalg_vector_norm, aten.norm, aten.logsumexp, aten.var_mean, aten.embedding_dense_backward),
     }
 )
-_ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
 #: Losses that are differences, whose result is a single number.
 _LOSSES = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss})
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = (
-    _ADDITIONS
+    ADDITIONS
     | {aten.rsub, aten.lerp_}
     | _LOSSES
     | {
@@ -92,6 +92,8 @@ _EDGES = {
 }
 #: Operators whose result has values of their first argument.
 _CARRYING = _CASTS | {aten.clamp, aten.clamp_min, aten.clamp_max, aten.relu, aten.abs}
+#: Operators whose result is zero, or much too small, if their argument is.
+_PASSING = _CASTS | {aten.mul, aten.div, aten.sqrt, aten.sum, aten.mean}
 #: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
 _DECIDING = frozenset(
     {
@@ -191,9 +193,14 @@ class SecondComputation:
         # One at a time: another thread may replace its model's gradients meanwhile.
         others = itertools.chain(stepped, (each.grad for _, each in self._parameters))
         left = [(name, each) for name, each in self._parameters if by_hand or not each.requires_grad]
-        self._kept = KeptSums(others, _narrow_storages(buffers), _narrow_storages(left))
+        self._kept = KeptSums(others, narrow_storages(buffers), narrow_storages(left))
         self._choices = Choices()
         self._divided = DividedGradients(self._parameters)
+        self._flushes = Flushes()
+        #: Recomputes the optimizer that is stepping; None while none is.
+        self.of_optimizer: SecondComputation | None = None
+        #: The name of operators outside of a backward.
+        self._phase = "forward"
         self._numbers = RoundedNumbers(self._kept.is_old)
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
@@ -241,7 +248,7 @@ class SecondComputation:
             if self._errors:
                 self._weigh(args)
             if self._choices:
-                self._choices.use(func, _leaves((*args, *kwargs.values())))
+                self._choices.use(func, leaves((*args, *kwargs.values())))
             rows_of = _rows(func, args)
             if rows_of is None:
                 return list(filter(None, [self._prepare(func, args, kwargs)]))
@@ -263,7 +270,7 @@ class SecondComputation:
         writes = schema.is_mutable
         if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
             return None
-        given = [each for each in _leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
+        given = [each for each in leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
         usable = {id(each): each for each in given if _may_have_twin(each)}
         tensors = list(usable.values())
         mutated = _mutated(func, args, kwargs)
@@ -277,7 +284,7 @@ class SecondComputation:
             self._forget(mutated)
             return None
         has_twin = any(self.twin(each) is not None for each in tensors)
-        is_narrow = any(each.dtype in _NARROW for each in tensors) or kwargs.get("dtype") in _NARROW
+        is_narrow = any(each.dtype in NARROW for each in tensors) or kwargs.get("dtype") in NARROW
         if not (has_twin or is_narrow or func.overloadpacket in SEARCHING):
             return None
         if self._is_used_up():
@@ -304,9 +311,9 @@ class SecondComputation:
             if func.overloadpacket in _AMPLIFYING:
                 before = self._errors_of(tensors)
         dtype = getattr((*args, None)[0], "dtype", None)
-        self._narrow = next((each.dtype for each in tensors if each.dtype in _NARROW), self._narrow)
+        self._narrow = next((each.dtype for each in tensors if each.dtype in NARROW), self._narrow)
         is_cast = func.overloadpacket in _CASTS and all(map(self._twins.is_cast, tensors))
-        is_changed = func.overloadpacket in CHANGING_IN_PLACE and dtype in _NARROW and _is_in_forward()
+        is_changed = func.overloadpacket in CHANGING_IN_PLACE and dtype in NARROW and _is_in_forward()
         old = args[0].detach().clone() if is_changed else None
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors), old)
 
@@ -349,7 +356,7 @@ class SecondComputation:
             exact = _run(func, args, kwargs)
             self._compare_choices(pending, result, exact)
             twins = _plain(exact)
-            given = {storage_key(each) for each in _leaves(args) if isinstance(each, torch.Tensor)}
+            given = {storage_key(each) for each in leaves(args) if isinstance(each, torch.Tensor)}
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
                     if not place:
@@ -391,8 +398,8 @@ class SecondComputation:
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         operator = pending.func.overloadpacket
         # An operator that overwrites its arguments can be run again only once.
-        local = cache(partial(_local, pending, twin))
-        is_rounded = value.dtype in _NARROW and _is_in_forward()
+        local = cache(partial(local_result, pending, twin))
+        is_rounded = value.dtype in NARROW and _is_in_forward()
         if pending.exact is not None and _is_in_forward():
             self._compare_argument(pending, value)
         if not is_finite(value):
@@ -400,12 +407,14 @@ class SecondComputation:
             return
         if BornInfinite in self._found and _is_in_forward():
             self._compare_quotient(pending, value, twin)
-        if is_rounded and pending.node is None:
-            self._compare_kept(pending, value, local)
-        if operator in _SUMS and value.dtype in _NARROW:
+        if pending.node is None and _is_in_forward():
+            self._follow_flushed(pending, value, local)
+            if is_rounded:
+                self._compare_kept(pending, value, local)
+        if operator in SUMS and value.dtype in NARROW:
             self._compare_sum(pending, value, local())
         elif operator in _AMPLIFYING:
-            if operator in _ADDITIONS and is_rounded:
+            if operator in ADDITIONS and is_rounded:
                 self._compare_addition(pending, value, twin, local)
             if value.numel() >= _FEWEST_OF_ONE or operator in _LOSSES:
                 self._compare_errors(pending, value, twin)
@@ -413,7 +422,7 @@ class SecondComputation:
     def _compare_argument(self, pending: Pending, value: torch.Tensor) -> None:
         """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
         operator, given = pending.func.overloadpacket, pending.given[0]
-        if operator in _ADDITIONS or operator is aten.rsub:
+        if operator in ADDITIONS or operator is aten.rsub:
             self._lines_of[storage_key(value)] = reference(value), innermost_line(pending.frame)
         elif operator in _CARRYING and _is_plain(given[0]) and storage_key(given[0]) in self._lines_of:
             self._lines_of[storage_key(value)] = reference(value), self._lines_of[storage_key(given[0])][1]
@@ -431,6 +440,15 @@ class SecondComputation:
         record = self._record(RoundedArgument, pending, argument, elements=elements, of=error.numel(), **figures)
         _, difference = self._lines_of.get(storage_key(argument), (None, ""))
         self._arguments[name] = replace(record, names=(*record.names, difference))
+
+    def _follow_flushed(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
+        """Follow values that FP16 has flushed into a tensor that persists from step to step."""
+        args, operator = pending.given[0], pending.func.overloadpacket
+        is_kept = pending.func._schema.is_mutable and self._kept.keeps(args[0])
+        if is_kept or operator in _PASSING:
+            self._flushes.passed_on(args[is_kept:], value, is_kept)
+        if value.dtype is torch.float16 and not is_kept:
+            self._flushes.made(value, local(), partial(self._record, pending=pending, result=value))
 
     def _compare_kept(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
         """Judge a change of a tensor that persists from step to step."""
@@ -459,7 +477,7 @@ class SecondComputation:
         """Record infinities and NaNs: which are of the precision, and which the exact computation has too."""
         broken, of = ~value.isfinite(), float(value.numel())
         born, of_precision = broken & local.isfinite(), broken & twin.isfinite()
-        if bool(born.any()) and value.dtype in _NARROW:
+        if bool(born.any()) and value.dtype in NARROW:
             largest = float(local[born].abs().max())
             self._add(BornInfinite, pending, value, elements=float(born.sum()), of=of, largest=largest)
             if self._exponent is not None and pending.func.overloadpacket in _CASTS:
@@ -485,7 +503,7 @@ class SecondComputation:
         is_zero = (value == 0) & (twin.abs() >= torch.finfo(value.dtype).tiny)
         if not bool(is_zero.any()):
             return
-        both = zip(_leaves(pending.given[0]), _leaves(pending.arguments[0]), strict=True)
+        both = zip(leaves(pending.given[0]), leaves(pending.arguments[0]), strict=True)
         divisors = [each.isinf() & exact.isfinite() for each, exact in both if _is_plain(each) and _is_plain(exact)]
         infinite = next((each for each in divisors if bool(each.any())), None)
         norms, of = self._found[OverflowedNorm], 0 if infinite is None else infinite.numel()
@@ -578,7 +596,7 @@ class SecondComputation:
             self._choices.rounded(result, given[0], pending.arguments[0][0])
         if operator not in CHOOSING | _DECIDING:
             return
-        for value, wanted in zip(_leaves([result]), _leaves([exact]), strict=True):
+        for value, wanted in zip(leaves([result]), leaves([exact]), strict=True):
             if _is_integer(value) or value.dtype is torch.bool:
                 self._choices.chosen(given[0], value, wanted, table, describe)
 
@@ -587,7 +605,7 @@ class SecondComputation:
         inherited = _relative(value, twin)
         if not inherited >= _CANCELLED:
             return
-        before = self._errors_of(_leaves(pending.given[0])) if pending.before is None else pending.before
+        before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
         if before <= _UNCANCELLED:
             off = value.float() - twin
             self._add(AmplifiedError, pending, value, off, before=before, after=inherited)
@@ -629,7 +647,7 @@ class SecondComputation:
     def _record(self, kind: type[Any], pending: Pending, result: torch.Tensor, **figures: Any) -> Any:
         node = torch._C._current_autograd_node()
         if node is None:
-            module, phase = self._module(), "forward"
+            module, phase = self._module(), self._phase
         else:
             module, phase = self._modules.get(node._sequence_nr(), ""), "backward"
         names = (pending.func.overloadpacket.__name__, innermost_line(pending.frame), phase)
@@ -646,7 +664,7 @@ class SecondComputation:
         worst, whose = self._gradients_error()
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
-        found = [*self._kept.records(), *self._divided.records()]
+        found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
@@ -727,7 +745,7 @@ class SecondComputation:
     def _keep_cast(self, pending: Pending, value: torch.Tensor) -> bool:
         """Let the result of a cast have the FP32 values of its argument. Return False if it needs a copy."""
         source, twin = pending.given[0][0], pending.arguments[0][0]
-        is_exact = not _is_plain(source) or (source.dtype in _NARROW and self.twin(source) is None)
+        is_exact = not _is_plain(source) or (source.dtype in NARROW and self.twin(source) is None)
         if is_exact or not value.numel() or not have_one_layout(value, twin):
             return False
         self._compare(pending, value, twin)
@@ -750,9 +768,9 @@ class SecondComputation:
         self._twins.forget(each for each in results if _is_plain(each) or _is_decision(each))
 
 
-def _narrow_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
+def narrow_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
     """Return the names of the 16-bit tensors by storage."""
-    return {storage_key(each): name for name, each in tensors if _is_plain(each) and each.dtype in _NARROW}
+    return {storage_key(each): name for name, each in tensors if _is_plain(each) and each.dtype in NARROW}
 
 
 def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:
@@ -778,7 +796,7 @@ def _suits_onednn(*operands: torch.Tensor) -> bool:
     return is_large and is_linear and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
-def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
+def local_result(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
     """Return an operator's first result in FP32, from its arguments as they are."""
     if pending.exact is None:
         return twin
@@ -791,7 +809,7 @@ def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
 def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
     """Return the two tensors whose sum an operator has made, in FP32; a number as a tensor without dimensions."""
     args, kwargs = pending.exact or pending.arguments
-    if pending.old is not None and pending.func.overloadpacket not in _ADDITIONS:
+    if pending.old is not None and pending.func.overloadpacket not in ADDITIONS:
         return [pending.old.float(), total - pending.old.float()]
     operands = [torch.as_tensor(each, dtype=torch.float32, device=total.device) for each in args[:2]]
     if pending.old is not None:
@@ -874,11 +892,11 @@ def _is_opaque(func: Any, args: tuple[Any, ...]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.dtype is torch.uint8 for each in args)
 
 
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+def leaves(values: Iterable[Any]) -> Iterator[Any]:
     """Yield an operator's arguments or results, those of its lists too."""
     for each in values:
         if isinstance(each, (list, tuple)):
-            yield from _leaves(each)
+            yield from leaves(each)
         else:
             yield each
 
@@ -897,7 +915,7 @@ def _mapped(
 
 
 def _plain(result: Any) -> list[torch.Tensor]:
-    return [each for each in _leaves((result,)) if _is_plain(each)]
+    return [each for each in leaves((result,)) if _is_plain(each)]
 
 
 def _fits(tensors: list[torch.Tensor]) -> bool:
@@ -921,7 +939,7 @@ def _wide(value: Any, is_mutated: bool) -> Any:
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that an operator writes to."""
     given = [(*args[place:], kwargs.get(name))[0] for place, name in _written(func)]
-    return [each for each in _leaves(given) if isinstance(each, torch.Tensor)]
+    return [each for each in leaves(given) if isinstance(each, torch.Tensor)]
 
 
 @cache
