@@ -297,7 +297,7 @@ ADVICE = LossScaleAdvice(
 VERDICT = Verdict(
     False,
     "Computes in FP16: FP32 weights, FP16 autocast, Adam with states in FP32, GradScaler from 65536 (2^16).",
-    ("Needs fixing: the initial loss scale, 65536 (2^16), is 8 times (3 powers of two) too large.",),
+    ("Warning: the initial loss scale, 65536 (2^16), is 8 times (3 powers of two) too large.",),
     "Begin at 8192 (2^13).",
     "scaler = torch.amp.GradScaler(init_scale=2.0**13)",
     "3 more findings below.",

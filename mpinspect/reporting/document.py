@@ -262,11 +262,13 @@ class Listed(NamedTuple):
         finding: the finding.
         thing: name of the thing in the picture that the finding is about; "" if the picture shows only one.
         link: address of the page that explains the finding; "" for none.
+        others: names of further things that have the same finding.
     """
 
     finding: Finding
     thing: str = ""
     link: str = ""
+    others: tuple[str, ...] = ()
 
 
 class Tab(NamedTuple):
@@ -275,12 +277,12 @@ class Tab(NamedTuple):
     Args:
         title: a word.
         document: the contents.
-        to_do: number of findings that ask for a change.
+        alarms: the findings that ask for a change, as "1 warning"; "" without any.
     """
 
     title: str
     document: Document
-    to_do: int = 0
+    alarms: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,11 @@ Lines: TypeAlias = str
 
 #: Severities, mildest first. "info" is no alarm: a healthy network gets only "info".
 SEVERITIES = ("info", "warning", "error")
+#: The same words in every report, explained.
+SEVERITIES_EXPLAINED = (
+    "an error breaks the training, or makes it do something other than its code says; a warning costs accuracy, steps or time; "
+    "an info asks for no change; a healthy run has neither errors nor warnings"
+)
 
 
 def warning_if(is_grave: object) -> str:

@@ -6,8 +6,8 @@ import html
 from collections.abc import Callable, Iterator
 
 from mpinspect.reporting.document import Block, Document, Front, Listed, Tab
-from mpinspect.reporting.finding import inferred
-from mpinspect.reporting.words import filled, number_of
+from mpinspect.reporting.finding import SEVERITIES_EXPLAINED, in_counts, inferred
+from mpinspect.reporting.words import filled
 
 STYLE = """
 .mpinspect.front{padding:0}
@@ -46,7 +46,7 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect:has(.tabs [value=kernels]:not(:checked)) .tab.kernels,
 .mpinspect:has(.tabs [value=shapes]:not(:checked)) .tab.shapes{display:none}}
 @supports not selector(:has(a)){.mpinspect .tab{grid-row:auto}}
-.mpinspect .panel .notes>summary{margin:.7em 0 .3em;cursor:pointer;font-weight:600}
+.mpinspect .panel .infos>summary{margin:.7em 0 .3em;cursor:pointer;font-weight:600}
 @media (min-width:1001px){.mpinspect .bar{flex-wrap:nowrap;height:42px}.mpinspect .bar>*{flex:none}
 .mpinspect .bar h1{flex:0 1 auto;min-width:3em}.mpinspect .bar .facts{flex:0 999 auto}
 .mpinspect .screen:has(.explorer,.tab){height:calc(100vh - 42px);min-height:34em}
@@ -64,6 +64,7 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .panel details::details-content{content-visibility:visible;height:auto}}
 """
 
+_EXPLAINED = f' title="{SEVERITIES_EXPLAINED}"'
 #: Renders a block at a level of headings.
 Render = Callable[[Block, int], Iterator[str]]
 #: Renders a document at a level of headings.
@@ -86,7 +87,7 @@ def front(
     """
     yield '<header class="bar">'
     yield f'<h1 title="{html.escape(document.title)}">{escape(shown.name)}</h1>'
-    yield f'<span class="state {shown.tone}">{escape(shown.state)}</span>'
+    yield f'<span class="state {shown.tone}"{_EXPLAINED}>{escape(shown.state)}</span>'
     yield from _switch(shown, escape)
     if shown.facts:
         # A keyboard can scroll only elements that take the focus.
@@ -117,13 +118,15 @@ def front(
 
 def _findings(shown: Front, escape: Escape) -> Iterator[str]:
     """Yield the findings that ask for a change; below them, closed, the others."""
-    alarms = [f"<li>{''.join(_listed(each, escape))}</li>" for each in shown.findings if each.finding.is_alarm]
-    notes = [f"<li>{''.join(_listed(each, escape))}</li>" for each in shown.findings if not each.finding.is_alarm]
-    if alarms:
-        yield from (f"<h2>{number_of(len(alarms), 'finding')}</h2>", "<ul>", *alarms, "</ul>")
-    if notes:
-        summary = f"<summary>{number_of(len(notes), 'note')}</summary>"
-        yield from (f'<details class="notes">{summary}', "<ul>", *notes, "</ul></details>")
+    for is_alarm, opens, closes in (
+        (True, "<h2{}>{}</h2><ul>", "</ul>"),
+        (False, '<details class="infos"><summary{}>{}</summary><ul>', "</ul></details>"),
+    ):
+        listed = [each for each in shown.findings if each.finding.is_alarm == is_alarm]
+        if listed:
+            yield opens.format(_EXPLAINED, in_counts(each.finding for each in listed))
+            yield from (f"<li>{''.join(_listed(each, escape))}</li>" for each in listed)
+            yield closes
 
 
 def _switch(shown: Front, escape: Escape) -> Iterator[str]:
@@ -141,7 +144,7 @@ def _switch(shown: Front, escape: Escape) -> Iterator[str]:
 
 
 def _titled(tab: Tab) -> str:
-    return tab.title + filled(" ({} to do)", tab.to_do or None)
+    return tab.title + filled(" ({})", tab.alarms)
 
 
 def _listed(listed: Listed, escape: Escape) -> Iterator[str]:
@@ -149,7 +152,7 @@ def _listed(listed: Listed, escape: Escape) -> Iterator[str]:
     finding = listed.finding
     step = filled(' data-step="{}"', finding.step)
     thing = filled(' data-thing="{}"', html.escape(listed.thing))
-    places = (listed.thing, filled("'{}'", finding.layer), filled("step {}", finding.step))
+    places = (listed.thing, *listed.others, filled("'{}'", finding.layer), filled("step {}", finding.step))
     where = ", ".join(filter(None, places))
     yield (
         f'<details class="finding {html.escape(finding.severity)}" data-layer="{html.escape(finding.layer)}"{step}{thing}>'

@@ -294,20 +294,20 @@ def test_the_headline_begins_with_a_harmful_event_of_a_single_run():
     first, second = training(), dataclasses.replace(training(flushed_from=9), events=(event,))
     diff = compared(first, second)
     assert diff.events_only_second == (event,)
-    assert headline(diff).startswith("B alone is in trouble: step 4, micro-batch 1, backward, 'decoder.3.attn'")
+    assert headline(diff).startswith("B alone is not healthy: step 4, micro-batch 1, backward, 'decoder.3.attn'")
     assert [f.severity for f in diff.differences if f.id == "events-differ"] == ["warning"]
     # In the opposite order B is the healthy run.
     back = compared(second, first)
     assert back.events_only_first == (event,)
     assert [f.severity for f in back.differences if f.id == "events-differ"] == ["info"]
-    assert headline(back).startswith("A alone is in trouble: step 4, micro-batch 1, backward, 'decoder.3.attn'")
+    assert headline(back).startswith("A alone is not healthy: step 4, micro-batch 1, backward, 'decoder.3.attn'")
     assert "They part" not in headline(back)
     # A later event does not replace the first difference.
     late = dataclasses.replace(second, events=(dataclasses.replace(event, step=20),))
     both = compared(first, late)
-    assert headline(both).startswith("B alone is in trouble: step 20, ")
+    assert headline(both).startswith("B alone is not healthy: step 20, ")
     assert "They part at step 9: " in headline(both)
-    assert headline(compared(second, late)).startswith("Both are in trouble. A: step 4, ")
+    assert headline(compared(second, late)).startswith("Neither is healthy. A: step 4, ")
     assert "non-finite-event" in {finding.id for finding in back.gone}
     # Events that both runs have are not differences.
     assert not compared(second, second).findings
@@ -348,4 +348,4 @@ def test_a_finding_is_new_if_absent_or_milder_in_the_first_run():
     one, other = (dataclasses.replace(report, findings=(each,)) for each in (mild, grave))
     assert (compare_ranges(one, other).new, compare_ranges(one, other).gone) == ((grave,), ())
     assert (compare_ranges(other, one).new, compare_ranges(other, one).gone) == ((), (grave,))
-    assert headline(compare_ranges(one, other)).startswith("B alone is in trouble: ")
+    assert headline(compare_ranges(one, other)).startswith("B alone is not healthy: ")

@@ -535,7 +535,8 @@ def test_a_run_that_ended_with_an_exception_is_not_healthy(where: str, phase: st
     assert (report.verdict.healthy, report.findings) == (None, ())
     first, *more = report.verdict.lines
     assert first.startswith(f"Ended by an exception {begins}")
-    assert "No numerical problem was found in 1 step." in more
+    began = "No finding explains it, and no numerical problem was found in 1 step before it. Start from its traceback."
+    assert any(line.startswith(began) for line in more)
     assert first in " ".join(str(report).split())
     assert "broke off" not in str(report)
 
@@ -586,7 +587,7 @@ def test_a_run_without_captured_tensors_is_not_called_healthy() -> None:
 def test_the_verdict_has_both_the_exception_and_the_trouble() -> None:
     session = dataclasses.replace(_trained(broken_at=4).session(), measurements=_crashed("data").session().measurements)
     verdict = analyse(session).verdict
-    assert (verdict.healthy, verdict.opening) == (False, "In trouble")
+    assert (verdict.healthy, verdict.opening) == (False, "Error")
     assert verdict.lines[0].startswith("Ended by an exception after step 0")
 
 

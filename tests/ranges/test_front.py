@@ -48,7 +48,7 @@ def of_run(session: Any, command: str = "/home/a/train.py --lr 1") -> RunReport:
 def test_the_bar_names_the_script_its_state_its_steps_and_its_versions():
     bar = part(render(of_run(broken()), ".html"), "header", "bar").split("  ")
     words = " ".join(bar)
-    for expected in ("train.py --lr 1", "In trouble", "01 Jan 2026, 00:00", "10 steps", "mpinspect 0.1.0", "runs/a"):
+    for expected in ("train.py --lr 1", "Error", "01 Jan 2026, 00:00", "10 steps", "mpinspect 0.1.0", "runs/a"):
         assert expected in words
     assert "/home/a" not in words
     long = broken()
@@ -136,8 +136,8 @@ def test_kernels_and_shapes_are_tabs_with_the_number_of_their_findings():
     switch = re.findall(r'value="(\w+)"( checked)?>\s*<label for="tab-\w+">([^<]*)</label>', page)
     assert switch == [
         ("ranges", " checked", "Ranges"),
-        ("kernels", "", "Kernels (2 to do)"),
-        ("shapes", "", "Shapes (1 to do)"),
+        ("kernels", "", "Kernels (2 warnings)"),
+        ("shapes", "", "Shapes (1 warning)"),
     ]
     # Each is in its tab, and not again below.
     for words in ("Time lost, the most first", "Products, worst first"):
@@ -156,7 +156,7 @@ def test_the_time_lost_is_in_order_an_idle_gpu_first():
 
 def test_a_run_without_a_model_opens_with_its_kernels_and_the_costliest_finding():
     page = render(with_speed(), ".html")
-    assert "Time is lost" in part(page, "header", "bar")
+    assert "Warning" in part(page, "header", "bar")
     assert "The GPU was idle 92%" in part(page, "section", "panel")
     assert 'value="kernels" checked' in page
     assert "No model was inspected" not in page
@@ -328,7 +328,7 @@ def test_a_format_that_loses_nothing_has_a_sentence_in_place_of_an_empty_curve(b
 def test_without_scripts_the_verdict_the_findings_and_the_tables_are_shown(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = browser.new_context(java_script_enabled=False, offline=True, viewport=SCREEN).new_page()
     page.goto(f"file://{of_run(broken()).save(tmp_path / 'a.html')}")
-    assert page.is_visible(".state:text('In trouble')")
+    assert page.is_visible(".state:text('Error')")
     page.click(".panel .finding summary >> nth=0")
     assert page.is_visible(".panel .finding[open] p >> nth=0")
     assert page.is_visible("table")
@@ -463,12 +463,12 @@ def test_a_page_on_two_runs_begins_with_what_changed():
     assert "They part at step 5: " in part(page, "section", "panel")
     same = replace(broken(nan_from=99), events=())
     assert "No difference" in part(render(diff(same, same), ".html"), "header", "bar")
-    assert "B in trouble" in part(render(diff(same, broken()), ".html"), "header", "bar")
+    assert "B alone is not healthy" in part(render(diff(same, broken()), ".html"), "header", "bar")
     equal = diff(same, same)
     ranges = equal.models[0].ranges
     to_fix = replace(ranges.second, verdict=replace(ranges.second.verdict, healthy=False))
     one = replace(equal, models=(replace(equal.models[0], ranges=replace(ranges, second=to_fix)),))
-    assert "B needs fixing" in part(render(one, ".html"), "header", "bar")
+    assert "B alone is not healthy" in part(render(one, ".html"), "header", "bar")
 
 
 @pytest.mark.parametrize("width", [1440, 390])
@@ -663,7 +663,7 @@ def test_on_a_phone_the_first_screen_has_the_change_and_the_culprit(browser: Any
     parts = [
         ".state",
         ".panel .alarm",
-        ".panel p:has-text('In trouble:')",
+        ".panel p:has-text('Error:')",
         ".panel p:has-text('Change:')",
         ".panel pre",
     ]
@@ -700,7 +700,11 @@ def test_the_headline_says_where_and_when_it_began():
     of_event = analyse(broken())
     assert began(of_event) == ""
     assert began(replace(of_event, findings=(finding, *of_event.findings))) == (
-        "The gravest finding is in 'blocks.0.fc2', first seen in step 1,200"
+        "The gravest finding is another one, in 'blocks.0.fc2', first seen in step 1,200"
+    )
+    earlier = replace(finding, id="weights-exploded", severity="error", step=2)
+    assert began(replace(of_event, findings=(earlier, *of_event.findings))) == (
+        "It began in step 2, in 'blocks.0.fc2'; the first infinity or NaN followed in step 5"
     )
     event = gravest(of_event.events)
     named = replace(finding, severity="error", step=event.step, evidence={"line": "train.py:9"})
@@ -715,16 +719,16 @@ def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():
         panel = " ".join(part(render(report, ".html"), "section", "panel").split())
         assert f"Change in {name}: {change}" in panel
         assert f"Change in {name}: " in render(report, ".txt")
-        assert ("B has no such trouble. Settings that differ: none that was recorded." in panel) is (name == "A")
+        assert ("B has no such finding. Settings that differ: none that was recorded." in panel) is (name == "A")
     other = replace(healthy, precision=replace(healthy.precision, autocast=("bfloat16",)))
     named = part(render(diff(broken(), other), ".html"), "section", "panel")
     settings = [change.name for change in diff(broken(), other).models[0].ranges.settings]
     assert settings
     assert f"Settings that differ: {', '.join(settings)}." in named
     alike = diff(broken(), broken())
-    assert "Both in trouble" in part(render(alike, ".html"), "header", "bar")
+    assert "Neither is healthy" in part(render(alike, ".html"), "header", "bar")
     panel = " ".join(part(render(alike, ".html"), "section", "panel").split())
-    assert "Both are in trouble, in the same way: step 5, " in panel
+    assert "Neither is healthy, in the same way: step 5, " in panel
     assert "Change in" not in render(diff(healthy, healthy), ".html")
 
 

@@ -312,7 +312,7 @@ def test_ranks_that_ended_early_are_first_in_the_verdict_with_their_cause():
     assert (said.severity, said.step) == ("error", 570)
     first = "Rank 1 ended in step 570 by ValueError: bad batch."
     assert said.message == f"{first} Then ranks 0, 2 and 3 ended after step 579 {killed}."
-    assert report.verdict.sentences[0] == f"In trouble: {said.message}"
+    assert report.verdict.sentences[0] == f"Error: {said.message}"
     assert "rank 1" in report.verdict.change
     # The finding that rank 3 was killed explains its missing file.
     assert "rank-missing" not in ids(report)

@@ -182,10 +182,10 @@ def test_the_verdict_leads_with_a_rank_that_died(suffix, tmp_path):
     killed = "without a report (killed, or it crashed)"
     # A collective's error on a surviving rank is a consequence.
     said = f"Rank 1 ended in step 40 {killed}. Then rank 0 ended in step 40 by RuntimeError in a collective."
-    assert part.ranges.verdict.sentences[0] == f"In trouble: {said}"
+    assert part.ranges.verdict.sentences[0] == f"Error: {said}"
     text = render(report, suffix, **({"width": 300} if suffix == ".txt" else {}))
     text = re.sub("<[^>]*>", "", text)
-    assert text.index("In trouble: Rank 1 ended") < text.index("decoder")
+    assert text.index("Error: Rank 1 ended") < text.index("decoder")
     said = f"Rank 1 ended {killed}. Then rank 0 ended by RuntimeError in a collective."
     assert read_run(tmp_path, each_rank=True).first_line == said
 
@@ -194,7 +194,7 @@ def test_a_rank_that_died_is_named_once_for_several_models(tmp_path):
     for rank, outcome in enumerate(("ended", "exit status 3")):
         make_run(tmp_path / f"rank{rank}", "Generator", "Critic", world_size=2, outcome=outcome)
     text = render(read_run(tmp_path), ".txt", width=300)
-    assert "\nGenerator, Critic: In trouble: Rank 1 ended in step 40 with exit status 3.\n" in text
+    assert "\nGenerator, Critic: Error: Rank 1 ended in step 40 with exit status 3.\n" in text
 
 
 def test_a_rank_that_died_before_any_model_existed_leads_the_report(tmp_path):

@@ -325,7 +325,7 @@ def test_a_rank_that_failed_is_named_and_reports_for_all(tmp_path):
     report = json.loads((tmp_path / RUN_DIR / "rank0" / "report.json").read_text())
     assert report["saw"][0] == "rank 1 ended by ValueError: rank"
     assert report["first_line"] == ""
-    cause = "In trouble: Rank 1 ended in step 5 by ValueError: rank."
+    cause = "Error: Rank 1 ended in step 5 by ValueError: rank."
     assert cause in report["models"][0]["ranges"]["verdict"]["sentences"][0]
     # Both ranks report it, since a launcher might have stopped the first rank earlier.
     assert cause in first
@@ -335,8 +335,8 @@ def test_a_rank_that_failed_is_named_and_reports_for_all(tmp_path):
 
 def test_a_second_rank_that_fails_leaves_the_report_to_the_first(tmp_path):
     first, second = rank_after_rank(tmp_path, "error", "error")
-    assert "In trouble: " in second
-    assert "In trouble: " not in first
+    assert "Error: " in second
+    assert "Error: " not in first
     assert record(tmp_path / RUN_DIR / "rank0")["outcome"] == "ValueError: rank"
 
 

@@ -114,9 +114,9 @@ def _healthy_session(steps: int) -> Session:
     [
         (6, {"outcome": "ended"}, "Healthy"),
         (6, {"outcome": "stopped by Ctrl-C"}, "Healthy"),
-        (2, {"outcome": "stopped by Ctrl-C"}, "No numerical problem was found in 2 steps."),
-        (6, {"outcome": "exit status 7"}, "No numerical problem was found in 6 steps."),
-        (6, {"outcome": "ValueError: boom", "by_error": True}, "No numerical problem was found in 6 steps."),
+        (2, {"outcome": "stopped by Ctrl-C"}, "No numerical problem was found in 2 steps"),
+        (6, {"outcome": "exit status 7"}, "No numerical problem was found in 6 steps"),
+        (6, {"outcome": "ValueError: boom", "by_error": True}, "No numerical problem was found in 6 steps"),
     ],
 )
 def test_a_script_that_failed_after_its_record_had_ended_is_not_called_healthy(steps, end, opening):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -152,7 +153,7 @@ class Verdict:
     Args:
         healthy: whether the run is healthy; None if too little was observed.
         precision: the dtypes of the run's storage and computation, in one line; "" if unknown.
-        sentences: for a healthy run a sentence saying so, one on the loss scale and one on what to do; otherwise the gravest
+        sentences: for a healthy run its health and the next thing to do, the checks, and the loss scale; otherwise the gravest
             problem.
         change: the one thing to change; "" for no change.
         code: that change as code; "" without code.
@@ -170,8 +171,8 @@ class Verdict:
 
     @property
     def opening(self) -> str:
-        """The verdict's first words: "Healthy", "Healthy so far", "Needs fixing", "In trouble (inferred)"; "" without one."""
-        return next(iter(self.sentences), "").partition(":")[0]
+        """The verdict's first words: "Healthy", "Healthy so far", "Warning", "Error (inferred)"; "" without one."""
+        return re.split("[:.]", next(iter(self.sentences), ""), maxsplit=1)[0]
 
     @property
     def lines(self) -> tuple[str, ...]:

@@ -65,6 +65,11 @@ OF_LOSS_SCALE = frozenset(fault.id for fault in (*scaling.FAULTS, *gradient_rang
     "training-diverged",
 }
 
+#: The ids of findings that the ranges of the layer itself show, or a column next to them.
+_IN_RANGES = OF_LOSS_SCALE.union(
+    (fault.id for fault in CONSEQUENCES),
+    ("updates-lost", "weights-exploded", "gradients-all-zero", "training-diverged"),
+)
 _EVENT = "non-finite-event"
 
 
@@ -84,6 +89,11 @@ def depends_on_scale(finding: Finding, event: Event | None) -> bool:
     """Return whether another loss scale would matter to a finding; ``event`` is the one that broke the run."""
     is_overflow = event is not None and event.phase == "backward" and event.value == "inf"
     return finding.id in OF_LOSS_SCALE or (finding.id == _EVENT and is_overflow)
+
+
+def shows_in_ranges(finding: Finding) -> bool:
+    """Return whether the ranges of a finding's layer show the fault; an operator's or a conversion's lies elsewhere."""
+    return finding.id in _IN_RANGES
 
 
 def what_broke(report: RangeReport) -> Event | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from mpinspect.ranges.analysis.products import layers_line
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
 from mpinspect.ranges.faults.name.scaling import LOG2_INITIAL
-from mpinspect.ranges.kinds import ACTIVATION_GRADIENT
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, KINDS
 from mpinspect.ranges.session import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -24,14 +25,22 @@ from mpinspect.ranges.session import (
     Session,
     module_named,
 )
-from mpinspect.reporting.finding import SEVERITIES, Finding, inferred
+from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts, inferred
 from mpinspect.reporting.sentences import Said, Sentences, text
-from mpinspect.reporting.words import as_power, by_number, filled, format_name, lower_first, number_of, with_power
+from mpinspect.reporting.words import (
+    as_power,
+    by_number,
+    filled,
+    format_name,
+    lower_first,
+    number_of,
+    upper_first,
+    with_power,
+)
 
-_INFO, _WARNING, _ERROR = SEVERITIES
-_OPENINGS = {_ERROR: "In trouble", _WARNING: "Needs fixing"}
+_INFO = SEVERITIES[0]
 #: Ids of two findings on one fault: the first one's change removes the second.
-_ONE_CHANGE = {("overflow-in-operator", "scale-falls-for-forward")}
+_ONE_CHANGE = {(cause, "scale-falls-for-forward") for cause in ("overflow-in-operator", "input-rounded-away")}
 _INITIAL = 2.0**LOG2_INITIAL
 
 
@@ -59,12 +68,13 @@ def verdict(
         fp16 = in_float16 or advice
         if ended:
             return Verdict(None, precision, (_nothing_wrong(session), *_scale(session, format, fp16)), ended=ended)
-        sentences = (_healthy(session), *_scale(session, format, fp16), _next(session, format, fp16))
+        sentences = (_healthy(session, format, fp16), _nothing_wrong(session), *_scale(session, format, fp16))
         return Verdict(True, precision, sentences)
     worst = grave[0]
     others = [finding for finding in grave[1:] if (worst.id, finding.id) not in _ONE_CHANGE]
-    more = " ".join(filter(None, (_also_grave(others), _notes(len(findings) - 1 - len(others)))))
-    sentence = f"{_OPENINGS[worst.severity]}{inferred(worst)}: {worst.message}"
+    rest = [finding for finding in findings[1:] if finding not in others]
+    more = " ".join(filter(None, (_also_grave(others), filled("Also in the report: {}.", in_counts(rest)))))
+    sentence = f"{upper_first(worst.severity)}{inferred(worst)}: {worst.message}"
     return Verdict(False, precision, (sentence,), worst.fix, worst.code, more, ended)
 
 
@@ -72,7 +82,7 @@ def of_what_was_seen(session: Session, found: Verdict) -> Verdict:
     """Return a verdict without a claim of health, for a run that failed or was stopped after its record had ended."""
     if not found.healthy:
         return found
-    return replace(found, healthy=None, sentences=(_nothing_wrong(session), *found.sentences[1:-1]))
+    return replace(found, healthy=None, sentences=found.sentences[1:])
 
 
 #: Where an exception was raised, by the phase that was measured.
@@ -101,11 +111,6 @@ def _ended(session: Session) -> str:
     if error.text.startswith(_EXIT):
         return f"Ended by sys.exit({error.text.removeprefix(_EXIT)}) {place}."
     return f"Ended by an exception {place}: {error.text}"
-
-
-def _notes(number: int) -> str:
-    """Return the number of findings that ask for no further change; "" for none."""
-    return f"{number_of(number, 'more note')} in the report." if number else ""
 
 
 #: Maximum number of further findings whose first clause the verdict quotes.
@@ -194,40 +199,45 @@ def _why_unknown(session: Session) -> Said:
 
 
 class _Nothing(Sentences):
-    """The verdict on a run without findings."""
+    """The record of a run without findings: its length, and the checks."""
 
     WRONG = "No numerical problem was found in {seen}."
-    WRONG_IN_SAMPLES = (
-        "No numerical problem was found in {seen}; only the {sampled:,} sampled ones were searched for inf and NaN."
-    )
-    WRONG_IN_WATCHED = "No numerical problem was found in {seen}, {watched:,} of them watched."
+    WRONG_BEFORE_END = "No finding explains it, and no numerical problem was found in {seen} before it."
+    TRACEBACK = "Start from its traceback."
+    ALL_SEARCHED = "Every step was searched for infinities and NaNs{counted}."
+    SAMPLES_SEARCHED = "Only the {sampled:,} sampled ones were searched for infinities and NaNs{counted}."
+    WATCHED_SEARCHED = "{watched:,} of them were searched for infinities and NaNs{counted}."
     SKIPPED = "The scaler skipped {skipped:count step}, which is normal in the search for its scale."
-
-
-def _healthy(session: Session) -> str:
-    nothing = lower_first(_nothing_wrong(session))
-    if session.progress.ended:
-        return f"Healthy: {nothing}"
-    # A running or killed run is judged by its written record.
-    return f"Healthy so far: {nothing}"
 
 
 def _nothing_wrong(session: Session) -> str:
     progress, seen = session.progress, number_of(session.progress.steps, "step")
-    says = _Nothing.WRONG
+    searched = _Nothing.ALL_SEARCHED
     if not session.info.watch:
-        says = _Nothing.WRONG_IN_SAMPLES
+        searched = _Nothing.SAMPLES_SEARCHED
     elif progress.watched_steps is not None:
-        says = _Nothing.WRONG_IN_WATCHED
+        searched = _Nothing.WATCHED_SEARCHED
     if session.ranks:
         seen += f" of {number_of(len(session.ranks), 'rank')}"
     figures = {
         "seen": seen,
+        "counted": _counted(session),
         "sampled": progress.sampled_steps,
         "watched": progress.watched_steps,
         "skipped": progress.skipped_steps,
     }
-    return text((says, _Nothing.SKIPPED.when(progress.skipped_steps)), figures)
+    error = session.ended_by
+    is_raised = error is not None and not error.text.startswith(_EXIT)
+    says = _Nothing.WRONG_BEFORE_END.when(error) or _Nothing.WRONG
+    skipped = _Nothing.SKIPPED.when(progress.skipped_steps)
+    return text((says, _Nothing.TRACEBACK.when(is_raised), searched, skipped), figures)
+
+
+def _counted(session: Session) -> str:
+    """Return a clause on the tensors whose ranges were counted; "" without any."""
+    tensors = Counter(key.kind for key in session.totals())
+    named = " and ".join(number_of(tensors[kind], kind.replace("_", " ")) for kind in KINDS if tensors[kind])
+    return f"; in {session.progress.sampled_steps:,} of them the ranges of {named} were counted" if named else ""
 
 
 class _In16Bits(Sentences):
@@ -342,47 +352,53 @@ def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
     return _Own.AT_TOP.when(used == advice.highest) or _Own.IN_WINDOW
 
 
-class _Next(Sentences):
-    """What to do after a healthy run."""
+class _Healthy(Sentences):
+    """The verdict on a healthy run, and the next thing to do."""
 
-    KEEP_BF16 = "Keep BF16."
+    KEEP_BF16 = "{healthy}: nothing to change. Keep BF16."
     SHOW_FORMAT = (
-        "No problems in the observed part. eager_samples=True (mpinspect run --eager-samples) shows the format."
+        "{healthy}: nothing to change in the observed part. eager_samples=True (mpinspect run --eager-samples) shows the "
+        "format."
     )
-    NOTHING = "Nothing to do."
-    TRY_BF16 = "To train in 16 bits, try BF16 autocast."
+    NOTHING = "{healthy}: nothing to change."
+    TRY_BF16 = "{healthy}: nothing to change. To train in 16 bits, try BF16 autocast."
     TRY_EITHER = (
-        "To train in 16 bits, try BF16 autocast, or FP16 autocast with a GradScaler{start_at}, which skips a step that "
-        "overflows."
+        "{healthy}: nothing to change. To train in 16 bits, try BF16 autocast, or FP16 autocast with a "
+        "GradScaler{start_at}."
     )
-    IN_WHAT_WAS_SEEN = "No problems in the observed part."
+    IN_WHAT_WAS_SEEN = "{healthy}: nothing to change in the observed part."
     COUNT_IN_FP32 = (
-        "Nothing to do. To measure the values that FP16 flushed, count a few batches' gradients in FP32 (autocast off)."
+        "{healthy}: nothing to change. To measure the values that FP16 flushed, count a few batches' gradients in FP32 "
+        "(autocast off)."
     )
-    KEEP_SCALER = "Keep the scaler: it skips a step that overflows, and lowers the scale."
-    STATIC_LOWER = "Take the loss scale {recommended:scale}, or a GradScaler, which skips a step that overflows."
-    RAISE = "Start the next run with the loss scale {recommended:scale}."
-    KEEP_SCALE = "Keep FP16 and this loss scale."
-    KEEP_WITHOUT = "Keep FP16 without a loss scale."
+    KEEP_SCALER = "{healthy}: nothing to change. Keep the scaler: it skips a step that overflows, and lowers the scale."
+    STATIC_LOWER = (
+        "{healthy}. Take the loss scale {recommended:scale} next, or a GradScaler, which skips a step that overflows."
+    )
+    RAISE = "{healthy}. Start the next run with the loss scale {recommended:scale}."
+    KEEP_SCALE = "{healthy}: nothing to change. Keep FP16 and this loss scale."
+    KEEP_WITHOUT = "{healthy}: nothing to change. Keep FP16 without a loss scale."
 
 
-def _next(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -> str:
-    """Return what to do after a healthy run, in one line; ``fp16``: the advice for FP16."""
+def _healthy(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -> str:
+    """Return the first sentences on a healthy run; ``fp16``: the advice for FP16."""
     # A GradScaler begins at 2^16 by itself.
     start = (fp16.needed and fp16.recommended) or min(fp16.highest or _INITIAL, _INITIAL)
     start_at = f" from {with_power(start)}" * bool(fp16.needed or start != _INITIAL)
-    figures = {"recommended": fp16.recommended, "used": session.last_scale, "start_at": start_at}
+    # A running or killed run is judged by its written record.
+    healthy = "Healthy" + " so far" * (not session.progress.ended)
+    figures = {"healthy": healthy, "recommended": fp16.recommended, "start_at": start_at}
     if format == FLOAT16:
         return text(_next_in_float16(session, fp16), figures)
-    says = _Next.NOTHING
+    says = _Healthy.NOTHING
     if format == BFLOAT16:
-        says = _Next.KEEP_BF16
+        says = _Healthy.KEEP_BF16
     elif format is None and is_hidden(session):
-        says = _Next.SHOW_FORMAT
+        says = _Healthy.SHOW_FORMAT
     elif format == FLOAT32:
-        says = _Next.TRY_EITHER
+        says = _Healthy.TRY_EITHER
         if not _takes_scaler(session) or not fp16.available or fp16.needed is None or fp16.serves_none:
-            says = _Next.TRY_BF16
+            says = _Healthy.TRY_BF16
     return text(says, figures)
 
 
@@ -393,18 +409,18 @@ def _takes_scaler(session: Session) -> bool:
     return not by_hand and not any(optimizer.type == "LBFGS" for optimizer in ledger.optimizers)
 
 
-def _next_in_float16(session: Session, advice: LossScaleAdvice) -> _Next:
+def _next_in_float16(session: Session, advice: LossScaleAdvice) -> _Healthy:
     used = session.last_scale
     if not advice.available or used is None:
-        return _Next.IN_WHAT_WAS_SEEN
+        return _Healthy.IN_WHAT_WAS_SEEN
     if advice.needed is None or advice.lowest is None or advice.highest is None:
-        return _Next.COUNT_IN_FP32
+        return _Healthy.COUNT_IN_FP32
     if used > advice.highest:
         lowers = any(scaler.enabled and scaler.backoff_factor for scaler in session.precision.scalers)
-        return _Next.KEEP_SCALER.when(lowers) or _Next.STATIC_LOWER
+        return _Healthy.KEEP_SCALER.when(lowers) or _Healthy.STATIC_LOWER
     if used < advice.lowest:
-        return _Next.RAISE
-    return _Next.KEEP_WITHOUT.when(used == 1) or _Next.KEEP_SCALE
+        return _Healthy.RAISE
+    return _Healthy.KEEP_WITHOUT.when(used == 1) or _Healthy.KEEP_SCALE
 
 
 def _window(advice: LossScaleAdvice) -> str:

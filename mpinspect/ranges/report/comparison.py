@@ -72,7 +72,7 @@ _FAR = 0.1
 
 
 def headline(diff: RangeDiff) -> str:
-    """Return in one or two sentences which run is in trouble, and whether and where the runs part."""
+    """Return in one or two sentences which run is not healthy, and whether and where the runs part."""
     said = trouble(diff)
     events = [event for event in map(what_broke, (diff.first, diff.second)) if said and event is not None]
     if (
@@ -96,10 +96,10 @@ def trouble(diff: RangeDiff) -> str:
     if not one and not other:
         return ""
     if is_alike(diff):
-        return f"Both are in trouble, in the same way: {other}."
+        return f"Neither is healthy, in the same way: {other}."
     if one and other:
-        return f"Both are in trouble. A: {one}; B: {other}."
-    return f"{'A' if one else 'B'} alone is in trouble: {one or other}."
+        return f"Neither is healthy. A: {one}; B: {other}."
+    return f"{'A' if one else 'B'} alone is not healthy: {one or other}."
 
 
 def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
@@ -124,7 +124,7 @@ def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
         yield from _change(second, "B", above)
     elif first.healthy is False and second.healthy is not False:
         names = ", ".join(change.name for change in diff.settings) or "none that was recorded"
-        yield Line(f"B has no such trouble. Settings that differ: {names}.")
+        yield Line(f"B has no such finding. Settings that differ: {names}.")
         yield from _change(first, "A", above)
 
 

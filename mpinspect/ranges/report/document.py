@@ -69,6 +69,7 @@ from mpinspect.reporting.document import (
     nonempty,
     section,
 )
+from mpinspect.reporting.finding import SEVERITIES_EXPLAINED
 from mpinspect.reporting.words import (
     NOT_APPLICABLE,
     UNKNOWN,
@@ -89,11 +90,12 @@ EVENTS = Limit(5, 10)
 REASONS, NAMES = Limit(20, 20), Limit(12, 50)
 NOTES = Limit(20, 100)
 
-#: The colour of a verdict, by whether the run is healthy.
-_TONES: dict[bool | None, Tone] = {True: "good", False: "error", None: "strong"}
+#: The colour of a verdict, by its first word.
+_TONES: dict[str, Tone] = {"Healthy": "good", "Error": "error", "Warning": "warning"}
 
 #: The terms that a page explains where they first occur.
 TERMS = (
+    Term("severity", r"\b([Ee]rror|[Ww]arning|info|[Hh]ealthy)\b", SEVERITIES_EXPLAINED),
     Term(
         "loss scale",
         r"\b[Ll]oss scale",
@@ -182,7 +184,7 @@ def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
     blocks: tuple[Block, ...] = (
         Line(verdict.ended, "error"),
         Line(verdict.precision),
-        Line(first, _TONES[verdict.healthy]),
+        Line(first, _TONES.get(verdict.opening.partition(" ")[0], "strong")),
         *map(Line, more),
         *change_blocks(verdict),
         Line(verdict.more, "dim"),

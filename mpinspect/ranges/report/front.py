@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS, what_broke
+from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS, explains_events, what_broke
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
 from mpinspect.ranges.report.opening import is_of, line_of
 from mpinspect.ranges.report.scale_line import steps_and_samples
@@ -43,7 +43,7 @@ def state_of(report: RangeReport) -> tuple[str, Tone]:
     """Return the verdict in a word or two, and its tone."""
     verdict = report.verdict
     if verdict.healthy is None and verdict.ended:
-        return "Ended by an error", "error"
+        return "Ended by an exception", "error"
     if verdict.healthy is None:
         return _NO_STATE, "unknown"
     if verdict.healthy:
@@ -73,11 +73,12 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     first, *more = verdict.sentences or ("",)
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
     place = began(report)
+    has_headline = place or verdict.ended or what_broke(report)
     yield from nonempty(
         Line(verdict.ended, "error"),
         Line(place, tone),
-        # The alarm, or the place, is the headline.
-        Line(first, "lead" if place or what_broke(report) else tone),
+        # The alarm, the exception or the place is the headline.
+        Line(first, "lead" if has_headline else tone),
         *map(Line, more),
         Line(verdict.change and f"Change: {verdict.change}", "lead"),
         Code(verdict.code),
@@ -88,7 +89,7 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
 def began(report: RangeReport) -> str:
     """Return where and at which step the gravest finding began; "" without one, or if a page's alarm says so.
 
-    If the alarm names another step, this is the finding of which the verdict's first sentence speaks.
+    If the alarm names another step, the words relate the two.
     """
     finding, event = next((each for each in report.findings if each.is_alarm), None), what_broke(report)
     if finding is None:
@@ -98,12 +99,25 @@ def began(report: RangeReport) -> str:
         return filled("The cause is in {}", line)
     places = [filled("in {}", finding.layer and module_named(finding.layer)), filled("in {}", line)]
     place = ", ".join(filter(None, places)) or "in no single layer"
+    if event is not None and explains_events(finding) and (finding.step or 0) < event.step:
+        return f"It began in step {finding.step:,}, {place}; the first infinity or NaN followed in step {event.step:,}"
     if event is not None:
-        return f"The gravest finding is {place}, {when}"
+        return f"The gravest finding is another one, {place}, {when}"
     when = when or "throughout the run"
     if not finding.layer and not line:
         return f"{upper_first(when)}, {place}"
     return f"{upper_first(place)}, {when}"
+
+
+def merged(found: Iterable[Listed]) -> Iterator[Listed]:
+    """Yield findings once that several things share, with the names of all of them."""
+    alike: dict[tuple[object, ...], list[Listed]] = {}
+    for each in found:
+        finding = each.finding
+        same = (finding.id, finding.severity, finding.layer, finding.step, finding.message)
+        alike.setdefault(same, []).append(each)
+    for first, *others in alike.values():
+        yield first._replace(others=tuple(each.thing for each in others))
 
 
 def listed(report: RangeReport, thing: str = "") -> Iterator[Listed]:

@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.evidence import own_scale
 from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.faults.registry import depends_on_scale, what_broke
+from mpinspect.ranges.faults.registry import depends_on_scale, shows_in_ranges, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen
 from mpinspect.reporting.finding import Finding
@@ -102,6 +102,10 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     if found.name and not found.kind and not has_curve:
         lies = found.name if finding is not None and found.name == line_of(finding) else ""
         words = f"The fault lies {filled('in {}, ', lies)}not in the ranges below."
+    elif found.name and found.near:
+        words = "The marked place has no values of its own; \u25b7 marks the nearest rows."
+    elif finding is not None and found.said.startswith(finding.id) and not shows_in_ranges(finding):
+        words = f"The ranges of {finding.layer!r} do not show this fault."
     if not found.kind and is_other and format == FLOAT16.name:
         words = f"{words} {_what_if(report)}".lstrip()
     if event is not None:

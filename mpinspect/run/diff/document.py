@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import PurePath
@@ -109,13 +110,13 @@ def _front(report: DiffReport) -> Front:
 
 def _state(diff: RangeDiff) -> tuple[str, Tone]:
     """Return the headline in a few words, and its tone."""
-    in_trouble = trouble(diff)
-    if in_trouble:
-        # The sentence begins with A, B or Both.
-        return f"{in_trouble.split()[0]} in trouble", "error"
+    broken = trouble(diff)
+    if broken:
+        # "B alone is not healthy", or "Neither is healthy".
+        return re.split("[:,.]", broken, maxsplit=1)[0], "error"
     to_fix = [name for name, run in (("A", diff.first), ("B", diff.second)) if run.verdict.healthy is False]
     if len(to_fix) == 1:
-        return f"{to_fix[0]} needs fixing", "warning"
+        return f"{to_fix[0]} alone is not healthy", "warning"
     if diff.moved is not None:
         return f"They part at step {diff.moved.first_step:,}", "warning"
     if diff.differs is None:
@@ -124,7 +125,7 @@ def _state(diff: RangeDiff) -> tuple[str, Tone]:
 
 
 def verdict(report: DiffReport) -> str:
-    """Return a few sentences: which run is in trouble, whether anything relevant differs, and the first difference."""
+    """Return a few sentences: which run is not healthy, whether anything relevant differs, and the first difference."""
     first, words = min(report.models, key=_urgency, default=None), "Nothing was compared."
     if first:
         words = headline(first.ranges)
@@ -138,7 +139,7 @@ def verdict(report: DiffReport) -> str:
 
 
 def _urgency(model: ModelDiff) -> tuple[bool, bool, bool, int]:
-    """Return a sort key: models in trouble first, then relevant differences, by the step of the parting."""
+    """Return a sort key: models that are not healthy first, then relevant differences, by the step of the parting."""
     diff = model.ranges
     parting = diff.moved or diff.differs
     return not trouble(diff), not matters(diff), parting is None, parting.first_step if parting else 0

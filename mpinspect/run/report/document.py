@@ -13,7 +13,7 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.report.document import TERMS, change_blocks, title, verdict_blocks
 from mpinspect.ranges.report.explorer import Mapped, picture
-from mpinspect.ranges.report.front import NO_MAP, began, facts, listed, state_of, verdict_of
+from mpinspect.ranges.report.front import NO_MAP, began, facts, listed, merged, state_of, verdict_of
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
 from mpinspect.reporting import forms
 from mpinspect.reporting.document import (
@@ -108,7 +108,7 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
     Only the models with the most severe findings have a line.
     """
     ended = lines(report.ended, tone="error")
-    speed = lines(filled("On speed: {}.", in_counts(found for found in report.speed_findings if found.is_alarm)))
+    speed = lines(filled("On speed: {}.", _alarms(report.speed_findings)))
     if len(report.parts) == 1:
         return (*ended, *verdict_blocks(_without_end(report.parts[0].ranges).verdict), *speed)
     gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
@@ -117,8 +117,19 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
     precisions = _precisions(gravest)
     if len(precisions) == 1:
         precisions = [gravest[0].ranges.verdict.precision]
-    change = change_blocks(gravest[0].ranges.verdict, f" in {gravest[0].name}")
+    change = _change(gravest)
     return (*ended, *lines(*precisions, *_openings(gravest)), *change, *speed)
+
+
+def _change(gravest: list[ModelPart]) -> tuple[Block, ...]:
+    """Return the change that the worst model needs, with the names of all models that need it."""
+    verdict = gravest[0].ranges.verdict
+    alike = (
+        part.name
+        for part in gravest
+        if (part.ranges.verdict.change, part.ranges.verdict.code) == (verdict.change, verdict.code)
+    )
+    return change_blocks(verdict, f" in {', '.join(alike)}")
 
 
 def _precisions(parts: Iterable[ModelPart]) -> list[str]:
@@ -168,7 +179,7 @@ def _front(report: RunReport) -> Front:
     gravest = sorted(report.parts, key=_gravity, reverse=True)[:1]
     state, tone = _state(report)
     labelled = zip(report.labels, report.parts, strict=True)
-    found = [each for label, part in labelled for each in listed(part.ranges, label)]
+    found = merged(each for label, part in labelled for each in listed(part.ranges, label))
     told = (fact for part in gravest for fact in facts(part.ranges))
     differing = (f"{part.name} {part.differs}" for part in report.ranks if part.differs)
     script, space, arguments = report.command.partition(" ")
@@ -201,13 +212,13 @@ def _picture(report: RunReport) -> Widget | None:
 def _tabs(report: RunReport) -> Iterator[Tab]:
     """Yield the kernels, then the shapes."""
     if report.kernels is not None:
-        yield Tab("Kernels", forms.document(report.kernels), _to_do(report.kernels.findings))
+        yield Tab("Kernels", forms.document(report.kernels), _alarms(report.kernels.findings))
     if report.shapes is not None:
-        yield Tab("Shapes", forms.document(report.shapes), _to_do(report.shape_findings))
+        yield Tab("Shapes", forms.document(report.shapes), _alarms(report.shape_findings))
 
 
-def _to_do(findings: Iterable[Finding]) -> int:
-    return sum(finding.is_alarm for finding in findings)
+def _alarms(findings: Iterable[Finding]) -> str:
+    return in_counts(finding for finding in findings if finding.is_alarm)
 
 
 def _panel(report: RunReport) -> Iterator[Block]:
@@ -228,7 +239,9 @@ def _verdict_of_several(gravest: list[ModelPart]) -> Iterator[Block]:
     place = began(worst.ranges)
     yield from lines(place and f"{worst.name}: {place}", tone=state_of(worst.ranges)[1])
     yield from lines(*_openings(gravest), tone=tone)
-    yield from change_blocks(worst.ranges.verdict, f" in {worst.name}")
+    if tone == "good":
+        yield from lines(*_by_model((part.name, part.ranges.verdict.sentences[1]) for part in gravest))
+    yield from _change(gravest)
     yield from lines(*_precisions(gravest), tone="dim")
 
 
@@ -248,11 +261,11 @@ def _state(report: RunReport) -> tuple[str, Tone]:
         if tone == "error" or not report.ended:
             return state, tone
     if report.by_error or report.ended:
-        return "Ended by an error", "error"
+        return "Ended by an exception", "error"
     if report.shapes is None and report.kernels is None:
         return "Nothing inspected", "unknown"
-    if _to_do(report.speed_findings):
-        return "Time is lost", "warning"
+    if _alarms(report.speed_findings):
+        return "Warning", "warning"
     return "No loss of speed found", "good"
 
 

@@ -514,7 +514,7 @@ def _at_rate(rate: float | None, initial: float | None, group: float | None) -> 
 
 
 FAULTS = (
-    Fault("batch-not-finite", "error", _batch_not_finite, (_Batch, _Aftermath), OF_FORWARD),
+    Fault("batch-not-finite", "error", _batch_not_finite, (_Batch, _Aftermath), (*OF_FORWARD, "breaks-in-fp32-too")),
     Fault("mask-hides-whole-row", "error", _mask_hides_whole_row, (_Mask, _Aftermath), OF_FORWARD),
     Fault("zero-row-normalized", "error", _zero_row_normalized, (_ZeroRow, _Aftermath), OF_FORWARD),
     Fault("weights-exploded", "error", _weights_exploded, (_Weights,), OF_FORWARD),

@@ -210,7 +210,13 @@ def _remedy(case: Case) -> tuple[_Replaced, _Replaced | tuple[()], dict[str, Any
     return _Replaced.REPAIR_OR_SKIP, _Replaced.SKIP, words
 
 
-_OF_BROKEN_WEIGHTS = ("breaks-in-fp32-too", "overflow-in-operator", "scale-falls-for-forward", "non-finite-event")
+_OF_BROKEN_WEIGHTS = (
+    "breaks-in-fp32-too",
+    "overflow-in-operator",
+    "input-rounded-away",
+    "scale-falls-for-forward",
+    "non-finite-event",
+)
 FAULTS = (
     Fault("weights-broken-by-loop", "error", _broken_by_loop, (_Broken,), _OF_BROKEN_WEIGHTS, is_of_every_step=True),
     Fault(

@@ -162,20 +162,37 @@ _AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
 
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
-    """An operator whose result in 16 bits is infinite or NaN, where the exact one is finite: of the forward, of an optimizer's
-    step, or of a backward that breaks at loss scales below 2^-8 too.
+    """An operator whose result in 16 bits overflows, where the exact one is finite: of the forward, of an optimizer's step, or of
+    a backward that breaks at loss scales below 2^-8 too.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
     infinity or NaN.
 
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
+    return (found for found in _born_infinite(case) if found.evidence["largest"])
+
+
+def _input_rounded_away(case: Case) -> Iterator[Found]:
+    """An operator whose result in 16 bits is infinite or NaN, since an earlier operator rounded one of its inputs: a division by
+    a difference or an epsilon that became zero.
+
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
+    infinity or NaN.
+
+    False alarms: It is measured, but the operator that rounded is not named.
+    """
+    return (found for found in _born_infinite(case) if not found.evidence["largest"])
+
+
+def _born_infinite(case: Case) -> Iterator[Found]:
+    """Yield the first operators that are infinite or NaN in 16 bits alone, of the model and of an optimizer's step."""
     born = list(case.recorded(BornInfinite))
-    yield from _overflow_in_model(case, [each for each in born if not _optimizer_of(each)])
-    yield from _overflow_in_optimizer(case, [each for each in born if _optimizer_of(each)])
+    yield from _infinite_in_model(case, [each for each in born if not _optimizer_of(each)])
+    yield from _infinite_in_optimizer(case, [each for each in born if _optimizer_of(each)])
 
 
-def _overflow_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Found]:
+def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Found]:
     norms = {norm.step for norm in overflowed_norms(case)}
     born = next((each for each in of_model if _is_of_precision(each, case) and each.step not in norms), None)
     if born is None:
@@ -209,7 +226,7 @@ def _overflow_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
     )
 
 
-def _overflow_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iterator[Found]:
+def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iterator[Found]:
     is_known = any(epsilon_zero(case)) or any(moments_flushed(case))
     born = next((each for each in of_optimizer if each.largest or not is_known), None)
     if born is None:
@@ -661,6 +678,8 @@ def _choices_differ(case: Case) -> Iterator[Found]:
         )
 
 
+#: The findings that an infinity of the precision explains.
+_OF_BORN = ("non-finite-event", "argument-out-of-range")
 FAULTS = (
     Fault(
         "breaks-in-fp32-too",
@@ -669,13 +688,8 @@ FAULTS = (
         (_Alike, _Born),
         ("scale-falls-for-forward", "non-finite-event", "argument-out-of-range"),
     ),
-    Fault(
-        "overflow-in-operator",
-        "warning",
-        _overflow_in_operator,
-        (_Born,),
-        ("non-finite-event", "argument-out-of-range"),
-    ),
+    Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born,), _OF_BORN),
+    Fault("input-rounded-away", "warning", _input_rounded_away, (_Born,), _OF_BORN),
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("choices-differ", "warning", _choices_differ, (_Choices,)),
     Fault("constant-is-one", "warning", _constant_is_one, (_One,)),

@@ -52,7 +52,8 @@ export function figureCells(layer, found, broken) {
   return [
     [isPartial ? partial(lost, h.zeros / (h.zeros + all)) : percent(lost), lost > 0.01 ? "warning" : ""],
     [percent(share(found.subnormal, all)), ""],
-    [low === high ? percent(share(high, all)) : `${percent(share(low, all))}..${percent(share(high, all))}`, high ? "error" : ""],
+    // The infinities stand in the next column.
+    [!high && h.infs ? "finite: 0%" : low === high ? percent(share(high, all)) : `${percent(share(low, all))}..${percent(share(high, all))}`, high ? "error" : ""],
     nonFinite,
     [power(h.min + h.counts.length - 1), ""],
   ];

@@ -16,7 +16,7 @@ export function summary(view) {
   const broken = found.filter((/** @type {any} */ each) => each.h.infs + each.h.nans > 0).length;
   const without = valued.length && valued.length < own.length ? `, ${own.length - valued.length} without a finite non-zero element` : "";
   const nonFinite = broken ? `, ${broken} ${verb(broken, "holds", "hold")} infinities or NaNs` : "";
-  return `${view.state.format.label}${scaleOf(view)}: ${losses(own, valued)}${without}${nonFinite}.${eventInWords(view)}`;
+  return `${view.state.format.label}${scaleOf(view)}: ${losses(view, valued, broken)}${without}${nonFinite}.${eventInWords(view)}`;
 }
 
 /** The steps, and which of the run's loss scales is shown. @param {import("./view.js").View} view */
@@ -31,12 +31,17 @@ function scaleOf(view) {
   return ` at loss scale ${scaleInWords(state.scale)}${view.hasScale ? ` (${last})` : ""}, ${stepsInWords}`;
 }
 
-/** @param {any[]} own @param {any[]} valued */
-function losses(own, valued) {
+/** @param {import("./view.js").View} view @param {any[]} valued @param {number} broken how many tensors hold infinities or NaNs */
+function losses(view, valued, broken) {
+  const { ofKind: own, data, state } = view;
   if (!valued.length) return `losses are unknown, since ${own.length === 1 ? "the tensor holds" : `the ${own.length} tensors hold`} no finite non-zero element`;
   const losing = valued.filter((each) => share(each.flushed, each.all) > 0.01).length;
   const over = valued.filter((each) => each.high > 0).length;
-  return `${losing} of ${numberOf(own.length, "tensor")} ${verb(losing, "loses", "lose")} over 1% of ${verb(losing, "its", "their")} elements to zero, ${over} ${verb(over, "overflows", "overflow")}`;
+  const { title } = data.kinds.find((/** @type {any} */ kind) => kind.name === state.kind);
+  const tensors = numberOf(own.length, title.toLowerCase().replace(/s$/, ""));
+  // What an earlier operation flushed is not in the counts.
+  const hidden = data.opening.said && data.opening.curve && own.some((/** @type {any} */ layer) => layer.floor !== null && view.counted(layer)?.zeros) ? " (zeros may have been values)" : "";
+  return `${losing} of ${tensors} ${verb(losing, "loses", "lose")} over 1% of ${verb(losing, "its", "their")} elements to zero${hidden}, ${over} ${verb(over, "overflows", "overflow")}${broken ? " in finite values" : ""}`;
 }
 
 /** A sentence on a chosen event whose step is not, or may not be, among the steps shown. @param {import("./view.js").View} view */
