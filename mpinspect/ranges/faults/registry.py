@@ -11,6 +11,7 @@ from mpinspect.ranges.faults.name import (
     arithmetic,
     autocasts,
     culprit_inputs,
+    dtypes,
     events,
     gradient_ranges,
     gradients_lost,
@@ -44,6 +45,7 @@ DIAGNOSES: tuple[Fault, ...] = (
     *autocasts.FAULTS,
     *untrained.WITHOUT_GRADIENT,
     *scaling.FAULTS,
+    *dtypes.FAULTS,
     *arithmetic.FAULTS,
     *stores.FAULTS,
 )
