@@ -344,6 +344,21 @@ class StepsStopped(Record, kind="steps-stopped"):
     most: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Standstill(Record, kind="standstill"):
+    """FP32 weights that did not change any more after ``step``, up to the run's end, although they had gradients.
+
+    Args:
+        steps: the optimizers' steps since, with a learning rate other than 0.
+        losses: the number of measured steps since whose first loss was read.
+        loss: that loss, if it is the same number in all of them.
+    """
+
+    steps: float
+    losses: float
+    loss: float | None = None
+
+
 # -- masters --------------------------------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.faults.measure.measuring import Run
 from mpinspect.ranges.faults.measure.new_scalers import NewScalers, ScalesUsed
 from mpinspect.ranges.faults.measure.saturated import SaturatedFunctions
+from mpinspect.ranges.faults.measure.standstill import StandingStill
 
 
 def diagnosing_observers(
@@ -51,6 +52,7 @@ def diagnosing_observers(
             Autocasts,
             SaturatedFunctions,
             DtypeChanges,
+            StandingStill,
         ),
         *(Examination, AskedGradients, FlushedStates),
     )

@@ -48,6 +48,7 @@ DIAGNOSES: tuple[Fault, ...] = (
     *dtypes.FAULTS,
     *arithmetic.FAULTS,
     *stores.FAULTS,
+    gradients_lost.STANDS_STILL,
 )
 #: Observations that a diagnosis may explain.
 CONSEQUENCES: tuple[Fault, ...] = (
