@@ -307,6 +307,16 @@ class MissingGradients(Record, kind="missing"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Saturated(Record, kind="saturated"):
+    """A function near the loss whose results all lie where its gradient is exactly zero. ``text``: the dtype.
+
+    Its name in words is the one of ``names``. ``elements``: the number of results.
+    """
+
+    elements: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class NotOptimized(Record, kind="not-optimized"):
     """Parameters that receive gradients but belong to no optimizer.
 
@@ -332,6 +342,21 @@ class StepsStopped(Record, kind="steps-stopped"):
 
     backwards: float
     most: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standstill(Record, kind="standstill"):
+    """FP32 weights that did not change any more after ``step``, up to the run's end, although they had gradients.
+
+    Args:
+        steps: the optimizers' steps since, with a learning rate other than 0.
+        losses: the number of measured steps since whose first loss was read.
+        loss: that loss, if it is the same number in all of them.
+    """
+
+    steps: float
+    losses: float
+    loss: float | None = None
 
 
 # -- masters --------------------------------------------------------------------------------------------------------------
@@ -388,6 +413,32 @@ class MastersAddedUp(Record, kind="masters-added-up"):
     largest: float
     parameters: float | None = None
     of: float | None = None
+
+
+# -- dtypes that change; text: the dtypes before and after ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast(Record):
+    """Tensors that were cast to a narrower dtype in the run."""
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """The dtypes before and after."""
+        before, _, after = self.text.partition(" ")
+        return before, after
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParametersCast(Cast, kind="parameters-cast"):
+    """Parameters that an optimizer stepped in a wider dtype before: ``count`` of its ``of`` parameters."""
+
+    count: float
+    of: float
+
+
+class StatesCast(Cast, kind="states-cast"):
+    """States that ``load_state_dict`` cast. ``names``: the optimizer's class, the user's line, and the states."""
 
 
 # -- sums and numbers in 16 bits; text: the dtype ---------------------------------------------------------------------------
