@@ -21,8 +21,11 @@ aten = torch.ops.aten
 _ADDING = frozenset({aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.cat, aten.stack})
 #: The largest error of rounding once: relative, and in FP16 also that of a subnormal number.
 _ROUNDING = {torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
+_TINY = torch.finfo(torch.float32).tiny
 #: Elements, evenly spread, of which a tensor's error is estimated.
 _SAMPLE = 1 << 14
+#: Rounding explains a growth up to this factor beyond it.
+_EXPLAINED = 1.5
 #: An operator with a larger share of the squared error made most of it.
 _MOST = 0.5
 #: Numbers of at least this size are near FP16's largest, 2^16: a few more operations overflow.
@@ -30,10 +33,11 @@ _NEAR = 2.0**12
 
 
 class Error(NamedTuple):
-    """A tensor's error as a root mean square, relative to its values and in their own size."""
+    """A tensor's error as a root mean square: of each element relative to it, of all relative to their size, and absolute."""
 
-    relative: float
-    size: float
+    of_each: float
+    of_all: float
+    absolute: float
 
 
 class Origin(NamedTuple):
@@ -73,7 +77,7 @@ class Origins:
 
     def of(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """Return the names of the operator that made most of the error of the tensor that is furthest off; () without one."""
-        worst = max(filter(None, map(self._errors.of, tensors)), key=lambda each: each.error.relative, default=None)
+        worst = max(filter(None, map(self._errors.of, tensors)), key=lambda each: each.error.of_each, default=None)
         return worst.names if worst is not None and worst.share > _MOST else ()
 
     def of_overflow(self, operands: Iterable[torch.Tensor], largest: float) -> Near | None:
@@ -87,7 +91,7 @@ class Origins:
         operands: list[torch.Tensor],
         value: torch.Tensor,
         twin: torch.Tensor,
-        lost: float,
+        local: Callable[[], torch.Tensor],
         names: Callable[[], tuple[str, ...]],
     ) -> None:
         """Attribute a finite result's error, and its size in FP16, to its operator or to those of its operands.
@@ -96,28 +100,27 @@ class Origins:
             operator: the operator.
             operands: its tensors.
             value, twin: its result, and the exact one.
-            lost: the relative error that it is known to make itself, beside the rounding of its result.
+            local: returns its exact result for these operands.
             names: returns those of ``Origin``.
         """
         if value.dtype is torch.float16:
             self._near.put(value, self._nearness(operands, value, names))
-        error, rounding = _errors(operator, value, twin)
-        is_adding = operator.overloadpacket in _ADDING
+        error, measure = _error(value, twin), _measure(operator)
         known = list(filter(None, map(self._errors.of, operands)))
-        total, before = error[is_adding], [each.error[is_adding] for each in known]
-        own = min(max(rounding[is_adding], lost), math.sqrt(max(total**2 - math.hypot(*before) ** 2, 0.0)))
-        if not total or not (own or known):
+        squares = [each.error[measure] ** 2 for each in known]
+        own = _own(error, math.sqrt(sum(squares)), measure, value, local) if known else error[measure]
+        if not error[measure]:
             self._errors.put(value, None)
             return
-        # An earlier operator leads, unless it made far less: in FP32 it would make the later arithmetic FP32's, too.
         shares: defaultdict[tuple[str, ...], float] = defaultdict(float)
-        for each, inherited in zip(known, before, strict=True):
-            shares[each.names] += each.share * (inherited / math.hypot(*before)) ** 2
+        for each, square in zip(known, squares, strict=True):
+            shares[each.names] += each.share * square / sum(squares)
         first = max(shares, key=shares.__getitem__, default=())
-        made = (own / total) ** 2 if known else 1.0
-        share = shares[first] * (1 - made)
-        if made > 2 * share:
-            first, share = names(), made
+        part = min(own / error[measure], 1.0) ** 2
+        share = shares[first] * (1 - part)
+        # An earlier operator leads, unless it made far less: in FP32 it would make the later arithmetic FP32's, too.
+        if part > 2 * share:
+            first, share = names(), part
         self._errors.put(value, Origin(first, share, error))
 
     def _nearness(
@@ -130,18 +133,32 @@ class Origins:
         return before or Near(names(), largest, largest / max(1.0, *map(_largest, operands)))
 
 
-def _errors(operator: torch._ops.OpOverload, value: torch.Tensor, twin: torch.Tensor) -> tuple[Error, Error]:
-    """Return a result's error, and the largest that rounding it once makes.
+def _measure(operator: torch._ops.OpOverload) -> int:
+    """Return which of the errors of ``Error`` an operator passes on: a sum of terms, a function of elements, or another one."""
+    if operator.overloadpacket in _ADDING:
+        return Error._fields.index("absolute")
+    return Error._fields.index("of_each" if torch.Tag.pointwise in operator.tags else "of_all")
 
-    Of an operator on single elements the relative error is each element's, at most 1: rounding makes no more, whereas a logarithm
-    near zero passes on far more.
-    """
-    relative, least = _ROUNDING.get(value.dtype, (0.0, 0.0))
-    twin, off = _sample(twin), _sample(value) - _sample(twin)
-    size = twin.abs() if torch.Tag.pointwise in operator.tags else twin.square().mean().sqrt()
-    size.clamp_min_(torch.finfo(torch.float32).tiny)
-    error = Error(_mean((off / size).clamp_(-1, 1)), _mean(off))
-    return error, Error(_mean((relative + least / size).clamp_(max=1)), relative * _mean(twin) + least)
+
+def _own(error: Error, before: float, measure: int, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> float:
+    """Return the error that an operator makes itself: estimated if rounding explains the growth of its operands' error."""
+    if value.dtype not in _ROUNDING:
+        return 0.0
+    relative, least = _ROUNDING[value.dtype]
+    size = error.absolute / error.of_all if measure == Error._fields.index("absolute") else 1.0
+    rounding, total = relative * size + least, error[measure]
+    if before < total < _EXPLAINED * math.hypot(before, rounding):
+        return min(rounding, math.sqrt(total**2 - before**2))
+    return _error(value, local())[measure]
+
+
+def _error(value: torch.Tensor, exact: torch.Tensor) -> Error:
+    """Return a tensor's error. That of each element is at most its size: so a logarithm near zero does not hide the others."""
+    exact, off = _sample(exact), _sample(value) - _sample(exact)
+    absolute = _mean(off)
+    return Error(
+        _mean((off / exact.abs().clamp_min(_TINY)).clamp_(-1, 1)), absolute / max(_mean(exact), _TINY), absolute
+    )
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

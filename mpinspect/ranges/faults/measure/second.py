@@ -399,12 +399,11 @@ class SecondComputation:
             self._compare_quotient(pending, value, twin)
         if is_rounded and pending.node is None:
             self._compare_kept(pending, value, local)
-        lost = 0.0
         if operator in _SUMS and value.dtype in _NARROW:
-            lost = self._compare_sum(pending, value, local())
+            self._compare_sum(pending, value, local())
         if _is_in_forward():
             operands, origin = _plain(pending.given[0]), partial(self._origin, pending, value)
-            self._origins.made(pending.func, operands, value, twin, lost, origin)
+            self._origins.made(pending.func, operands, value, twin, local, origin)
         if operator in _AMPLIFYING:
             if operator in _ADDITIONS and is_rounded:
                 self._compare_addition(pending, value, twin, local)
@@ -447,15 +446,14 @@ class SecondComputation:
                 if self._kept.keeps(kept):
                     self._kept.replaced(value, kept, local, describe)
 
-    def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor) -> float:
-        """Record a sum that has lost terms; return its local error."""
+    def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor) -> None:
+        """Record a sum that has lost terms."""
         wide = value.float()
         error = ratio(float((wide - local).norm()), float(local.norm()))
         if error >= _LOST:
             worst = int((wide - local).abs().argmax())
             given, exact = float(wide.flatten()[worst]), float(local.flatten()[worst])
             self._add(LostSum, pending, value, wide - local, error=error, value=given, exact=exact)
-        return error
 
     def _compare_broken(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: torch.Tensor) -> None:
         """Record infinities and NaNs: which are of the precision, and which the exact computation has too."""

@@ -262,6 +262,10 @@ class _Argument(Sentences):
     CLASS_WEIGHTS = (
         "Look at how the weights are made: dividing by the count of a class that never occurs gives infinity."
     )
+    PACK_WIDER = (
+        "Pack saved tensors in BF16, which has FP32's range, or scale them: the forward is right, but its backward computes with "
+        "the packed values."
+    )
     LOG_SOFTMAX = (
         "Take log_softmax of the logits: it is finite, and so is its gradient. A clamp would be finite too, but gives the "
         "clamped elements no gradient."
@@ -285,6 +289,7 @@ class _ArgumentCode(Sentences):
         "    difference = (a.float() - b.float()).clamp_min(1e-6)\n"
         "    # distances: torch.cdist(a.float(), b.float())"
     )
+    PACK_WIDER = "packed = tensor.to(torch.bfloat16)  # in the pack hook of torch.autograd.graph.saved_tensors_hooks"
     LOG_SOFTMAX = "log_probabilities = torch.log_softmax(logits, -1)"
     LOG = "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"
     SQRT = "(x + 1e-12).sqrt()"
@@ -302,6 +307,7 @@ class _ArgumentCode(Sentences):
 CONSTANT = "with a constant"
 #: The remedy for each word that the operation's description may contain; the first one that it contains counts.
 _REMEDIES = {
+    "hooks packed": (_Argument.PACK_WIDER, _ArgumentCode.PACK_WIDER),
     "rounded to 16 bits": (_Argument.ROUNDED_DIFFERENCE, _ArgumentCode.ROUNDED_DIFFERENCE),
     "ignored": (_Argument.COUNT_TARGETS, _ArgumentCode.COUNT_TARGETS),
     "CTC": (_Argument.CTC, _ArgumentCode.CTC),
