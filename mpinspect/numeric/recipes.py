@@ -195,7 +195,10 @@ RECIPES: dict[str, TrainingRecipe] = {
             "NVFP4",
             uniform(NVFP4, replace(NVFP4, block=(16, 16)), replace(NVFP4, rounding=STOCHASTIC)),
             16,
-            ("a random Hadamard transform of wgrad's operands", "a choice of four or six as a block's largest value"),
+            (
+                "a random Hadamard transform of wgrad's operands",
+                "the choice between 4 and 6 as a block's largest value (4over6)",
+            ),
         ),
     )
 }
