@@ -141,14 +141,14 @@ def _measure(operator: torch._ops.OpOverload) -> int:
 
 
 def _own(error: Error, before: float, measure: int, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> float:
-    """Return the error that an operator makes itself: estimated if rounding explains the growth of its operands' error."""
+    """Return the error that an operator makes itself: estimated, unless that of its operands grows or shrinks far."""
     if value.dtype not in _ROUNDING:
         return 0.0
     relative, least = _ROUNDING[value.dtype]
     size = error.absolute / error.of_all if measure == Error._fields.index("absolute") else 1.0
     rounding, total = relative * size + least, error[measure]
-    if before < total < _EXPLAINED * math.hypot(before, rounding):
-        return min(rounding, math.sqrt(total**2 - before**2))
+    if before / 2 < total < _EXPLAINED * math.hypot(before, rounding):
+        return min(rounding, math.sqrt(max(total**2 - before**2, 0.0)))
     return _error(value, local())[measure]
 
 
