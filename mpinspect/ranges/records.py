@@ -572,13 +572,18 @@ class BornInfinite(Record, kind="second-born"):
     Args:
         elements, of: the number of such elements, and of all.
         largest: their largest exact magnitude; 0 if the operator is not to blame but the rounding of its inputs.
-        exponent: of a cast, the largest argument of an exponential before it that FP16 can't hold. Its line is the last name.
+        exponent: of a cast, the largest argument of an exponential before it that FP16 can't hold. Its line is the fourth name.
+        near: the largest magnitude of the result that came near FP16's end first.
+
+    The names from the fifth on are the operator, line, module and dtype of that result, or, if ``largest`` is 0, of the rounding
+    that made most of the error of the inputs.
     """
 
     elements: float
     of: float
     largest: float
     exponent: float | None = None
+    near: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -683,6 +688,8 @@ class GrowingSum(Record, kind="second-growing"):
 @dataclass(frozen=True, kw_only=True)
 class AmplifiedError(Record, kind="second-amplified"):
     """An operator whose result is mostly the error of its inputs.
+
+    The names from the fifth on are the operator, line, module and dtype of the rounding that made most of that error, if any did.
 
     Args:
         before, after: relative errors of the inputs and of the result.

@@ -128,7 +128,7 @@ class OptimizerArithmetic(SecondComputation):
         if not isinstance(value, torch.nn.Parameter):
             self._flushes.made(value, local(), partial(self._record, pending=pending, result=value))
         if operator in _DIFFERENCES and _is_one_less_one(pending.given[0], value):
-            self._add(RoundedConstant, pending, value)
+            self._found[RoundedConstant].append(self._record(RoundedConstant, pending, value))
 
     def _compare_choices(self, pending: Pending, result: Any, exact: Any) -> None:
         """Judge no choices: a mask of updates may differ where both are small."""

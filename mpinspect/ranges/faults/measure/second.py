@@ -21,23 +21,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices
 from mpinspect.ranges.faults.measure.flushed import DividedGradients, Flushes
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
+from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.powers import rows
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.faults.measure.twins import (
     TWIN_DTYPES,
+    Marks,
     Twins,
     distance,
     have_one_layout,
     is_equal,
     is_finite,
-    reference,
     storage_key,
 )
 from mpinspect.ranges.records import (
@@ -87,7 +87,7 @@ _LARGE_PRODUCT = 1 << 24
 _CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
 #: Operators that are infinite, or have an infinite derivative, at zero, and the place of the argument.
 _EDGES = {
-    **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.log, aten.log2, aten.reciprocal, aten.pow), 0),
+    **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.log, aten.log2, aten.log10, aten.reciprocal, aten.pow), 0),
     aten.div: 1,
 }
 #: Operators whose result has values of their first argument.
@@ -226,7 +226,8 @@ class SecondComputation:
         #: By operator, the argument near zero that was furthest from its exact value.
         self._arguments: dict[str, RoundedArgument] = {}
         #: The lines of sums and differences, by the storage of their result.
-        self._lines_of: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._lines_of: Marks[str] = Marks()
+        self._origins = Origins()
         #: Additions of few elements, by line: each alone may be absorbed by chance.
         #: Each has the relative error of its result.
         self._repeated: defaultdict[str, list[tuple[AbsorbedOperand, float]]] = defaultdict(list)
@@ -413,7 +414,10 @@ class SecondComputation:
                 self._compare_kept(pending, value, local)
         if operator in SUMS and value.dtype in NARROW:
             self._compare_sum(pending, value, local())
-        elif operator in _AMPLIFYING:
+        if _is_in_forward():
+            operands, origin = _plain(pending.given[0]), partial(self._origin, pending, value)
+            self._origins.made(pending.func, operands, value, twin, local, origin)
+        if operator in _AMPLIFYING:
             if operator in ADDITIONS and is_rounded:
                 self._compare_addition(pending, value, twin, local)
             if value.numel() >= _FEWEST_OF_ONE or operator in _LOSSES:
@@ -423,9 +427,9 @@ class SecondComputation:
         """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
         operator, given = pending.func.overloadpacket, pending.given[0]
         if operator in ADDITIONS or operator is aten.rsub:
-            self._lines_of[storage_key(value)] = reference(value), innermost_line(pending.frame)
-        elif operator in _CARRYING and _is_plain(given[0]) and storage_key(given[0]) in self._lines_of:
-            self._lines_of[storage_key(value)] = reference(value), self._lines_of[storage_key(given[0])][1]
+            self._lines_of.put(value, innermost_line(pending.frame))
+        elif operator in _CARRYING and _is_plain(given[0]) and (line := self._lines_of.of(given[0])):
+            self._lines_of.put(value, line)
         is_smooth = operator is aten.pow and not (isinstance(given[1], (int, float)) and given[1] < 1)
         if operator not in _EDGES or is_smooth or not _is_plain(argument := given[_EDGES[operator]]):
             return
@@ -437,9 +441,9 @@ class SecondComputation:
         if not elements or (name in self._arguments and elements <= self._arguments[name].elements):
             return
         figures = {"given": float(argument.flatten()[worst]), "exact": float(exact.flatten()[worst])}
-        record = self._record(RoundedArgument, pending, argument, elements=elements, of=error.numel(), **figures)
-        _, difference = self._lines_of.get(storage_key(argument), (None, ""))
-        self._arguments[name] = replace(record, names=(*record.names, difference))
+        line = self._lines_of.of(argument) or ""
+        figures |= {"elements": elements, "of": error.numel()}
+        self._arguments[name] = self._record(RoundedArgument, pending, argument, line, **figures)
 
     def _follow_flushed(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
         """Follow values that FP16 has flushed into a tensor that persists from step to step."""
@@ -478,16 +482,11 @@ class SecondComputation:
         broken, of = ~value.isfinite(), float(value.numel())
         born, of_precision = broken & local.isfinite(), broken & twin.isfinite()
         if bool(born.any()) and value.dtype in NARROW:
-            largest = float(local[born].abs().max())
-            self._add(BornInfinite, pending, value, elements=float(born.sum()), of=of, largest=largest)
-            if self._exponent is not None and pending.func.overloadpacket in _CASTS:
-                exponent, line = self._exponent
-                record = self._found[BornInfinite].pop()
-                self._found[BornInfinite].append(replace(record, exponent=exponent, names=(*record.names, line)))  # type: ignore[call-arg]
+            self._born(pending, value, born, largest=float(local[born].abs().max()))
         elif self._found.get(BornInfinite):
             return
         elif bool(of_precision.any()):
-            self._add(BornInfinite, pending, value, elements=float(of_precision.sum()), of=of, largest=0.0)
+            self._born(pending, value, of_precision, largest=0.0)
         else:
             # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take.
             broken &= value != -torch.inf
@@ -495,8 +494,21 @@ class SecondComputation:
                 # An operator that overwrote its input can't show it.
                 is_seen = not pending.func._schema.is_mutable
                 from_finite = is_seen and all(map(is_finite, _plain(pending.given[0])))
-                elements = float(broken.sum())
-                self._add(BrokenAlike, pending, value, elements=elements, of=of, from_finite=from_finite)
+                figures = {"elements": float(broken.sum()), "of": of, "from_finite": from_finite}
+                self._found[BrokenAlike].append(self._record(BrokenAlike, pending, value, **figures))
+
+    def _born(self, pending: Pending, value: torch.Tensor, where: torch.Tensor, largest: float) -> None:
+        """Record an infinity or NaN of the precision, with the operators before it that lead to it."""
+        figures = {"elements": float(where.sum()), "of": float(value.numel()), "largest": largest}
+        line, operands = "", _plain(pending.given[0])
+        names: tuple[str, ...] = ()
+        if self._exponent is not None and largest and pending.func.overloadpacket in _CASTS:
+            figures["exponent"], line = self._exponent
+        elif _is_in_forward() and not largest:
+            names = self._origins.of(operands)
+        elif _is_in_forward() and (near := self._origins.of_overflow(operands, largest)):
+            names, figures["near"] = near.names, near.largest
+        self._found[BornInfinite].append(self._record(BornInfinite, pending, value, line, *names, **figures))
 
     def _compare_quotient(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         """Record an infinity that 16 bits have made and whose quotients are zero: finite, and all values lost."""
@@ -579,7 +591,8 @@ class SecondComputation:
             worst = int(differ.argmax())
             given, wanted = float(value.flatten()[worst]), float(exact.flatten()[worst])
             changed, of = float(differ.count_nonzero()), float(value.numel())
-            self._add(ChangedIntegers, pending, value, changed=changed, of=of, given=given, exact=wanted)
+            record = self._record(ChangedIntegers, pending, value, changed=changed, of=of, given=given, exact=wanted)
+            self._found[ChangedIntegers].append(record)
 
     def _compare_choices(self, pending: Pending, result: Any, exact: Any) -> None:
         """Record integers and masks that follow from rounding errors."""
@@ -608,20 +621,22 @@ class SecondComputation:
         before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
         if before <= _UNCANCELLED:
             off = value.float() - twin
-            self._add(AmplifiedError, pending, value, off, before=before, after=inherited)
+            origin = self._origins.of([value]) if _is_in_forward() else ()
+            self._add(AmplifiedError, pending, value, off, *origin, before=before, after=inherited)
 
     def _add(
         self,
         kind: type[Any],
         pending: Pending,
         result: torch.Tensor,
-        off: torch.Tensor | None = None,
+        off: torch.Tensor,
+        *names: str,
         **figures: float,
     ) -> None:
-        """Record an operator's result; ``off``: its error, if the error's effect on the loss may become known."""
-        record = self._record(kind, pending, result, **figures)
+        """Record an operator's result; ``off``: its error, whose effect on the loss may become known."""
+        record = self._record(kind, pending, result, *names, **figures)
         self._found[kind].append(record)
-        if off is not None and pending.node is not None and self._errors_bytes + off.nbytes <= _MOST_ERRORS:
+        if pending.node is not None and self._errors_bytes + off.nbytes <= _MOST_ERRORS:
             self._errors[pending.node] = off
             self._errors_bytes += off.nbytes
             self._nodes[id(record)] = pending.node
@@ -644,13 +659,19 @@ class SecondComputation:
         """Return how much a record's error changes the loss, to first order; None if that is unknown."""
         return self._effects.get(self._nodes.get(id(record), -1))
 
-    def _record(self, kind: type[Any], pending: Pending, result: torch.Tensor, **figures: Any) -> Any:
+    def _origin(self, pending: Pending, result: torch.Tensor) -> tuple[str, ...]:
+        """Return the operator, line, module and dtype of a result."""
+        record = self._record(Record, pending, result)
+        return *record.names[:2], record.name, record.text
+
+    def _record(self, kind: type[Any], pending: Pending, result: Any, *names: str, **figures: Any) -> Any:
+        """Return a record of an operator; ``names``: those that follow the operator, its line and its phase."""
         node = torch._C._current_autograd_node()
         if node is None:
             module, phase = self._module(), self._phase
         else:
             module, phase = self._modules.get(node._sequence_nr(), ""), "backward"
-        names = (pending.func.overloadpacket.__name__, innermost_line(pending.frame), phase)
+        names = (pending.func.overloadpacket.__name__, innermost_line(pending.frame), phase, *names)
         # The dtype in which numbers were rounded before they became integers.
         is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
         rounded = result.dtype if is_float else pending.dtype
@@ -836,7 +857,7 @@ def _running_sums(repeated: Iterable[list[tuple[AbsorbedOperand, float]]]) -> It
 
 
 def _with_gradients(record: Any, error: float | None, whose: str) -> Record:
-    found: Record = replace(record, gradients_error=error, names=(*record.names, whose))
+    found: Record = replace(record, gradients_error=error, names=(*record.names[:3], whose, *record.names[3:]))
     return found
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
-from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD
+from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD, of_operation
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed
 from mpinspect.ranges.records import (
@@ -25,6 +26,7 @@ from mpinspect.ranges.records import (
     GrowingSum,
     LostSum,
     Record,
+    RoundedArgument,
     RoundedConstant,
 )
 from mpinspect.ranges.session import Event, module_named
@@ -94,6 +96,20 @@ def _optimizer_of(record: Record) -> str:
     return record.names[2].removeprefix(_STEP_OF) if record.names[2].startswith(_STEP_OF) else ""
 
 
+def _origin(record: _Placed) -> _Placed | None:
+    """Return a record of the earlier operator that a record names, at another line; None without one."""
+    names = record.names[4:]
+    if len(names) < len(("operator", "line", "module", "dtype")) or names[1] == record.names[1]:
+        return None
+    operator, line, module, dtype = names
+    return replace(record, name=module, names=(operator, line, "forward"), text=dtype)
+
+
+def _words_of(origin: Record | None) -> dict[str, object]:
+    """Return the words of an earlier operator, whose names begin with "origin"."""
+    return {f"origin_{name}": value for name, value in _place(origin).items()} if origin else {}
+
+
 def _found(
     record: Record, says: Said, fix: Said, code: Said = (), words: Mapping[str, object] | None = None, **more: Any
 ) -> Found:
@@ -126,6 +142,14 @@ class _Born(Sentences):
         "{at}, {operator} is infinite or NaN in {count:count element} in {dtype:format}, and finite in FP32: an "
         "earlier operator had rounded away the value that keeps it finite."
     )
+    FROM_ORIGIN = (
+        "{at_origin}, {origin_operator} rounds to {origin_dtype:format} and loses the value that keeps {operator} finite: in "
+        "{place}, it is infinite or NaN in {count:count element}, and finite in FP32."
+    )
+    NEAR = (
+        "{at_origin}, {origin_operator} makes numbers up to {near:.3g}, near {dtype:format}'s end of {end:g}; in {place}, "
+        "{operator} overflows in {count:count element}: the exact result is finite, up to {largest:.3g}."
+    )
     FIRST = (
         "The forward was first not finite in step {step}, in {first_place}; step {measured}, computed a second time in FP32, "
         "shows the operator."
@@ -144,6 +168,13 @@ class _Born(Sentences):
     BOUND_EXPONENT = "Bound the exponent. A learned scale is initialised with its logarithm."
     CLAMP_EXPONENT = "scale = log_scale.clamp_max(math.log(100)).exp()"
     STAY_IN_FP32 = "Leave this value in FP32, or bound it first."
+    FROM_ORIGIN_IN_FP32 = (
+        "Compute in FP32 from {origin_place} to {place}: a cast to FP32 in between does not restore the lost bits."
+    )
+    FROM_NEAR_IN_FP32 = (
+        "Compute in FP32 from {origin_place} to {place}, and keep the result in FP32 until its values are small again."
+    )
+    SUBTRACT_LARGEST = "If it is normalised afterwards, subtract the largest exponent first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
     NORM = "norm = weight.float().norm()"
@@ -197,10 +228,11 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
     born = next((each for each in of_model if _is_of_precision(each, case) and each.step not in norms), None)
     if born is None:
         return
-    if born.largest and any(CONSTANT not in each.text for each in case.recorded(ExaminedArgument)):
+    if born.largest and any(not _is_of_rounding(each, case) for each in case.recorded(ExaminedArgument)):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
-    fix, code = _remedy(born)
+    origin = _origin(born)
+    fix, code = _remedy(born, origin)
     phase = born.names[2]
     first = _first_event(case, phase)
     is_later, layer, step = _beginning(born, first)
@@ -208,7 +240,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
     yield _found(
         born,
         (
-            _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS,
+            _how(born, origin),
             _Born.OF_EXPONENT.when(born.exponent),
             began.when(is_later),
         ),
@@ -218,6 +250,8 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "count": int(born.elements),
             "first_place": first and first.place,
             "at": _at(born, is_later),
+            "at_origin": origin and _at(origin, is_later),
+            **_words_of(origin),
             "exponent_line": bracketed("".join(born.names[3:4])),
         },
         layer=layer,
@@ -231,7 +265,7 @@ def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iter
     born = next((each for each in of_optimizer if each.largest or not is_known), None)
     if born is None:
         return
-    fix, _ = _remedy(born)
+    fix, _ = _remedy(born, None)
     code = _Born.NORM.when(born.names[0].rstrip("_") in (*_SUMS, *_PRODUCTS))
     # The weights that it steps on break the next forward.
     is_grave = any(event.forward_finite is False and event.step > (born.step or 0) for event in case.events)
@@ -246,8 +280,24 @@ def _is_of_precision(born: BornInfinite, case: Case) -> bool:
     return born.names[2] == "forward" or any(event.broken_phase == "backward" for event in events)
 
 
-def _remedy(born: BornInfinite) -> tuple[Said, Said]:
+def _is_of_rounding(examined: ExaminedArgument, case: Case) -> bool:
+    """Return whether an argument's origin is unknown, or a step computed twice shows that it differs from the exact one."""
+    return CONSTANT in examined.text or of_operation(case.recorded(RoundedArgument), examined) is not None
+
+
+def _how(born: BornInfinite, origin: BornInfinite | None) -> _Born:
+    if born.largest:
+        return _Born.NEAR.when(origin) or _Born.BEYOND
+    return _Born.FROM_ORIGIN.when(origin) or _Born.FROM_ROUNDED_INPUTS
+
+
+def _remedy(born: BornInfinite, origin: BornInfinite | None) -> tuple[Said, Said]:
     operator = born.names[0]
+    is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
+    if origin is not None and born.largest:
+        return (_Born.FROM_NEAR_IN_FP32, _Born.SUBTRACT_LARGEST.when(origin.names[0].startswith("exp"))), _Born.CAST
+    if origin is not None:
+        return (_Born.FROM_ORIGIN_IN_FP32, _Born.EPSILON.when(is_epsilon)), _Born.CAST
     if operator.rstrip("_") in _SUMS:
         return _Born.SUM_IN_FP32, _Born.CAST
     if operator.rstrip("_") in _PRODUCTS:
@@ -260,7 +310,6 @@ def _remedy(born: BornInfinite) -> tuple[Said, Said]:
         return _Born.BOUND_EXPONENT, _Born.CLAMP_EXPONENT
     if operator in _CASTS:
         return _Born.STAY_IN_FP32, ()
-    is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
     return (_Born.OPERATOR_IN_FP32, _Born.EPSILON.when(is_epsilon)), _Born.CAST
 
 
@@ -546,6 +595,10 @@ class _Left(Sentences):
     BREAKS = (
         "From there {broken} in {broken_place} becomes infinite or NaN in {count:count element}, and is finite in FP32."
     )
+    ARISES_EARLIER = (
+        "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
+        "leaves mostly that error: its {inputs} off by {before:percent}, its result is off by {off}."
+    )
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
     DIFFERENCE = "with torch.autocast(device_type, enabled=False):\n    difference = a.float() - b.float()"
@@ -574,12 +627,16 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
             _, _, step = _beginning(born, first)
         off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "more than 1,000%"
+        origin = _origin(cancelled)
+        fix = (
+            _Born.FROM_ORIGIN_IN_FP32.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32
+        )
         yield _found(
             cancelled,
-            (_Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
-            (_Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32).when(not is_mild),
-            (_Left.DIFFERENCE.when(is_difference) or _Born.CAST).when(not is_mild),
-            words={**words, "off": off, "inputs": ("input was", "operands were")[is_difference]},
+            (_Left.ARISES_EARLIER.when(origin) or _Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
+            fix.when(not is_mild),
+            (_Left.DIFFERENCE.when(is_difference and not origin) or _Born.CAST).when(not is_mild),
+            words={**words, "off": off, "inputs": ("input was", "operands were")[is_difference], **_words_of(origin)},
             is_grave=born is not None,
             is_mild=is_mild,
             step=step,
