@@ -22,6 +22,7 @@ from targets import checked, verdicts
 
 from mpinspect.counting import reference
 from mpinspect.counting.bits import merge_rows
+from mpinspect.counting.blocks import count_blocks
 from mpinspect.counting.cuda import available
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float64)
@@ -127,6 +128,8 @@ def one_tensor(stopwatch: Stopwatch, size: int, dtype: torch.dtype, make_up: str
             row["histc_us"] = stopwatch.each(tensors, lambda tensor: torch.histc(tensor, 256, -8.0, 8.0))
             row["frexp_us"] = stopwatch.each(tensors[:1], torch.frexp)
             row["aminmax_us"] = stopwatch.each(tensors, torch.aminmax)
+        if dtype.itemsize in (2, 4):
+            row["blocks_us"] = stopwatch.each(tensors, count_blocks)
         if dtype.itemsize > 1:
             row["sum_us"] = stopwatch.each(tensors, torch.sum)
     row["count_over_read"] = row["count_us"] / read_us
@@ -196,7 +199,8 @@ def line(row: dict[str, Any]) -> str:
     others = [
         f"{name.removesuffix('_us')} {us / row['count_us']:.1f}x of counting"
         for name, us in row.items()
-        if name in ("reference_us", "histc_us", "frexp_us", "sum_us", "one_by_one_us", "largest_us", "aminmax_us")
+        if name
+        in ("reference_us", "histc_us", "frexp_us", "sum_us", "one_by_one_us", "largest_us", "aminmax_us", "blocks_us")
     ]
     return (
         f"{row['case']:44} read {row['read_us']:8.1f} us, count {row['count_us']:8.1f} us:"

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from mpinspect.ranges.analysis.loss_scale import recommend_loss_scale
     from mpinspect.ranges.inspector import Inspector, MpinspectWarning
     from mpinspect.ranges.probe import probe
+    from mpinspect.ranges.rank_precision import rank_precision
     from mpinspect.ranges.recipes import compare_recipes
     from mpinspect.ranges.recorder import Recorder
     from mpinspect.ranges.second_opinion import second_opinion
@@ -69,6 +70,7 @@ __all__ = [
     "lint_shapes",
     "probe",
     "profile_kernels",
+    "rank_precision",
     "read_trace",
     "recommend_loss_scale",
     "second_opinion",
@@ -106,6 +108,7 @@ _WHEN_USED = {
     "profile_kernels": "kernels.profile",
     "read_trace": "kernels.profile",
     "recommend_loss_scale": "ranges.analysis.loss_scale",
+    "rank_precision": "ranges.rank_precision",
     "second_opinion": "ranges.second_opinion",
 }
 

@@ -1,4 +1,4 @@
-// kernels.cu as host code, with what it needs of CUDA: the threads of a block are coroutines that take turns from barrier to
+// kernels.cu and blocks.cu as host code, with what it needs of CUDA: the threads of a block are coroutines that take turns from barrier to
 // barrier, and blocks run one after the other.
 //
 // A shuffle is two barriers here. Threads that wait at different barriers, or that end while others wait, abort the process.
@@ -90,6 +90,7 @@ template <class T> static void atomicAdd(T* address, T number) { *address += num
 template <class T> static void atomicMin(T* address, T number) { *address = number < *address ? number : *address; }
 template <class T> static void atomicMax(T* address, T number) { *address = number > *address ? number : *address; }
 
+static inline int __clz(int value) { return value ? __builtin_clz((unsigned)value) : 32; }
 static inline unsigned __vsub2(unsigned a, unsigned b) {
   return (((a >> 16) - (b >> 16)) << 16) | ((a - b) & 0xffffu);
 }
@@ -119,30 +120,42 @@ static inline unsigned half_on_host(unsigned code) {
 #define ONLY_FLOAT16
 #define ONLY_FLOAT64
 #define ONLY_CODES
+#define BLOCKS_FLOAT32
+#define BLOCKS_BFLOAT16
+#define BLOCKS_FLOAT16
 #include "source.cu"
 
 alignas(16) u64 shared[1 << 14];
-static const Table* current;
+static const void* current;
 
 #define CASE(NAME, TYPE)                                    \
   if (!strcmp(name, "count_" #NAME)) {                      \
-    host::body = [] { count_##NAME(*current); };            \
+    host::body = [] { count_##NAME(*(const Table*)current); };            \
     bytes = Counting<TYPE>::BYTES;                          \
   }                                                         \
   if (!strcmp(name, "largest_" #NAME)) {                    \
-    host::body = [] { largest_##NAME(*current); };          \
+    host::body = [] { largest_##NAME(*(const Table*)current); };          \
     bytes = Largest<TYPE>::BYTES;                           \
   }
 
+#define CASE_OF_BLOCKS(NAME)                                            \
+  if (!strcmp(name, "blocks_" #NAME)) {                                 \
+    host::body = [] { blocks_##NAME(*(const Matrix*)current); };        \
+    bytes = blocks::BYTES;                                              \
+  }
+
 // Runs a kernel, and returns the shared memory that it has. Shared memory holds anything when a block begins.
-extern "C" unsigned launch(const char* name, const Table* table, unsigned blocks) {
+extern "C" unsigned launch(const char* name, const void* parameter, unsigned blocks) {
   unsigned bytes = 0;
   CASE(float32, Float32)
   CASE(bfloat16, Bfloat16)
   CASE(float16, Float16)
   CASE(float64, Float64)
   CASE(codes, Codes)
-  current = table;
+  CASE_OF_BLOCKS(float32)
+  CASE_OF_BLOCKS(bfloat16)
+  CASE_OF_BLOCKS(float16)
+  current = parameter;
   gridDim.x = blocks;
   for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
     memset(shared, 0xa5, sizeof shared);
@@ -154,6 +167,6 @@ extern "C" unsigned launch(const char* name, const Table* table, unsigned blocks
 }
 
 extern "C" unsigned constants(int which) {
-  const unsigned all[] = {ENTRIES, THREADS, 16 * TILE, sizeof(Table)};
+  const unsigned all[] = {ENTRIES, THREADS, 16 * TILE, sizeof(Table), sizeof(Matrix)};
   return all[which];
 }

@@ -1,9 +1,10 @@
-"""Compiles the kernels of ``counting/cuda/kernels.cu`` as host code with g++, to run them without a GPU."""
+"""Compiles the kernels of ``counting/cuda`` as host code with g++, to run them without a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import shutil
+import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,17 +29,17 @@ class HostGpu:
         self._columns, self.most_blocks = columns, most_blocks
         self.launched: list[str] = []
 
-    def launch(self, way: str, kind: str, tiles: int, numbers: Sequence[int]) -> None:
-        table = ctypes.create_string_buffer(driver.table_layout(driver.ENTRIES).size)
-        assert len(table) == self.constant(3) <= 4096
-        driver.table_layout((len(numbers) - 5) // 4).pack_into(table, 0, *numbers)
+    def launch(self, way: str, kind: str, tiles: int, layout: struct.Struct, numbers: Sequence[int]) -> None:
+        parameter = ctypes.create_string_buffer(driver.table_layout(driver.ENTRIES).size)
+        assert len(parameter) == self.constant(3) <= 4096
+        layout.pack_into(parameter, 0, *numbers)
         name = f"{way}_{kind}"
-        used = self._library.launch(name.encode(), table, min(tiles, self.most_blocks))
+        used = self._library.launch(name.encode(), parameter, min(tiles, self.most_blocks))
         assert used == driver.shared_bytes(way, kind, self._columns)
         self.launched.append(name)
 
     def constant(self, which: int) -> int:
-        """Return ENTRIES, THREADS, or the bytes of a tile or of the table."""
+        """Return ENTRIES, THREADS, or the bytes of a tile, of Table or of Matrix."""
         return int(self._library.constants(which))
 
 

@@ -205,7 +205,7 @@ def full_session() -> s.Session:
                     "AdamW", {"lr": 1e-3, "eps": 1e-8}, {"float32": 15}, {"exp_avg": "float32"}, 15, True, "残り"
                 ),
             ),
-            (s.ScalerRecord("GradScaler", False, 65536.0, 2000.0, 2.0, 0.5),),
+            (s.ScalerRecord("GradScaler", False, 65536.0, 2000.0, 2.0, 0.5, "cuda"),),
             ("bfloat16",),
             ("bfloat16", ""),
             (

@@ -201,7 +201,8 @@ def as_format(given: FormatLike) -> FloatFormat:
     # Two formats share this name: ml_dtypes' float8_e4m3, unlike OCP's, has infinities and a maximum of 240.
     if found is None or (name == "float8_e4m3" and not isinstance(given, str)):
         raise ValueError(
-            f"{given!r} names no format: there are {', '.join(FORMATS)}, and short names such as fp16, bf16 and e4m3"
+            f"{given!r} names no format: there are {', '.join(FORMATS)}, and short names such as fp16, bf16 and e4m3 (recipes "
+            "of blocks, such as mxfp8 and nvfp4, are measured with recipes= or --recipes)"
         )
     return found
 

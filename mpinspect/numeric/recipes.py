@@ -94,6 +94,10 @@ class Products:
         """Yield each product with its name."""
         yield from zip(PRODUCTS, (self.fprop, self.dgrad, self.wgrad), strict=True)
 
+    def operands(self) -> Iterator[Quantization]:
+        """Yield the quantised operands."""
+        yield from (operand for _, product in self.each() for operand in (product.left, product.right) if operand)
+
     @property
     def bits(self) -> int | None:
         """The width of the narrowest operand; None without a quantised operand."""
@@ -122,6 +126,12 @@ class TrainingRecipe:
     products: Products
     multiple: int
     caveats: tuple[str, ...] = ()
+
+    @property
+    def compute_capability(self) -> str:
+        """The least compute capability of a GPU whose Tensor Cores take the operands; others emulate them."""
+        left = self.products.fprop.left
+        return {16: "10.0", 32: "10.0", 128: "9.0"}.get(left.block[1] if left else 0, "8.9")
 
     def quantization(self, product: str, tensor: str) -> Quantization | None:
         """Return how a tensor is quantised as an operand of a product; None if it is not.
@@ -195,7 +205,10 @@ RECIPES: dict[str, TrainingRecipe] = {
             "NVFP4",
             uniform(NVFP4, replace(NVFP4, block=(16, 16)), replace(NVFP4, rounding=STOCHASTIC)),
             16,
-            ("a random Hadamard transform of wgrad's operands", "a choice of four or six as a block's largest value"),
+            (
+                "a random Hadamard transform of wgrad's operands",
+                "the choice between 4 and 6 as a block's largest value (4over6)",
+            ),
         ),
     )
 }

@@ -307,6 +307,16 @@ class MissingGradients(Record, kind="missing"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Saturated(Record, kind="saturated"):
+    """A function near the loss whose results all lie where its gradient is exactly zero. ``text``: the dtype.
+
+    Its name in words is the one of ``names``. ``elements``: the number of results.
+    """
+
+    elements: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class NotOptimized(Record, kind="not-optimized"):
     """Parameters that receive gradients but belong to no optimizer.
 
@@ -332,6 +342,21 @@ class StepsStopped(Record, kind="steps-stopped"):
 
     backwards: float
     most: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standstill(Record, kind="standstill"):
+    """FP32 weights that did not change any more after ``step``, up to the run's end, although they had gradients.
+
+    Args:
+        steps: the optimizers' steps since, with a learning rate other than 0.
+        losses: the number of measured steps since whose first loss was read.
+        loss: that loss, if it is the same number in all of them.
+    """
+
+    steps: float
+    losses: float
+    loss: float | None = None
 
 
 # -- masters --------------------------------------------------------------------------------------------------------------
@@ -388,6 +413,32 @@ class MastersAddedUp(Record, kind="masters-added-up"):
     largest: float
     parameters: float | None = None
     of: float | None = None
+
+
+# -- dtypes that change; text: the dtypes before and after ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast(Record):
+    """Tensors that were cast to a narrower dtype in the run."""
+
+    @property
+    def dtypes(self) -> tuple[str, str]:
+        """The dtypes before and after."""
+        before, _, after = self.text.partition(" ")
+        return before, after
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParametersCast(Cast, kind="parameters-cast"):
+    """Parameters that an optimizer stepped in a wider dtype before: ``count`` of its ``of`` parameters."""
+
+    count: float
+    of: float
+
+
+class StatesCast(Cast, kind="states-cast"):
+    """States that ``load_state_dict`` cast. ``names``: the optimizer's class, the user's line, and the states."""
 
 
 # -- sums and numbers in 16 bits; text: the dtype ---------------------------------------------------------------------------
@@ -521,13 +572,18 @@ class BornInfinite(Record, kind="second-born"):
     Args:
         elements, of: the number of such elements, and of all.
         largest: their largest exact magnitude; 0 if the operator is not to blame but the rounding of its inputs.
-        exponent: of a cast, the largest argument of an exponential before it that FP16 can't hold. Its line is the last name.
+        exponent: of a cast, the largest argument of an exponential before it that FP16 can't hold. Its line is the fourth name.
+        near: the largest magnitude of the result that came near FP16's end first.
+
+    The names from the fifth on are the operator, line, module and dtype of that result, or, if ``largest`` is 0, of the rounding
+    that made most of the error of the inputs.
     """
 
     elements: float
     of: float
     largest: float
     exponent: float | None = None
+    near: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -579,6 +635,26 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FlushedResult(Record, kind="second-flushed"):
+    """An FP16 result of an optimizer's step, or one that a tensor takes which persists, most of whose elements are flushed.
+
+    Args:
+        flushed: the share of the results that are zero, of those that are not in FP32, 0..1.
+        elements: the number of results that are not zero in FP32.
+        largest: the largest exact magnitude that became zero.
+    """
+
+    flushed: float
+    elements: float
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedConstant(Record, kind="second-constant"):
+    """A difference from the constant 1, in an optimizer's step, that is zero: the other number is 1 in 16 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FrozenBuffer(Record, kind="second-buffer"):
     """A sum kept from step to step that additions in place leave unchanged. A buffer's or weight's name is the last of ``names``.
 
@@ -612,6 +688,8 @@ class GrowingSum(Record, kind="second-growing"):
 @dataclass(frozen=True, kw_only=True)
 class AmplifiedError(Record, kind="second-amplified"):
     """An operator whose result is mostly the error of its inputs.
+
+    The names from the fifth on are the operator, line, module and dtype of the rounding that made most of that error, if any did.
 
     Args:
         before, after: relative errors of the inputs and of the result.

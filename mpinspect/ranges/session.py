@@ -370,6 +370,7 @@ class ScalerRecord:
         init_scale: the loss scale at the scaler's first use; None if unknown.
         growth_interval: growth interval in steps; None if the scaler has none.
         growth_factor, backoff_factor: the scale's multipliers when it grows and after an overflow; None if unknown.
+        device: the type of device that it was made for ("cuda"); "" if unknown.
     """
 
     type: str
@@ -378,6 +379,7 @@ class ScalerRecord:
     growth_interval: float | None = None
     growth_factor: float | None = None
     backoff_factor: float | None = None
+    device: str = ""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Kind:
 KINDS = {
     "ranges": Kind("mpinspect.ranges.report.document", "mpinspect.ranges.report.json", "mpinspect.ranges.report.plots"),
     "probe": Kind("mpinspect.ranges.report.probe", "mpinspect.ranges.report.probe"),
+    "ranking": Kind("mpinspect.ranges.report.precision_ranking", "mpinspect.ranges.report.precision_ranking"),
     "recipes": Kind("mpinspect.ranges.report.recipes", "mpinspect.ranges.report.recipes"),
     "shapes": Kind("mpinspect.shapes.report.document", "mpinspect.shapes.report.json"),
     "kernels": Kind(

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from mpinspect.counting import reference
 from mpinspect.counting.cuda import compiling, counter, driver
+from mpinspect.counting.cuda.blocks import _KINDS as BLOCK_KINDS
 
 INF, NAN = math.inf, math.nan
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,7 +35,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def gpu(library: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> HostGpu:
     stand_in = HostGpu(*library, most_blocks=3)
-    monkeypatch.setattr(counter, "_gpu", lambda device: stand_in)
+    monkeypatch.setattr(driver, "gpu_of", lambda device: stand_in)
     return stand_in
 
 
@@ -344,7 +345,8 @@ def test_the_kernels_compile_without_spills(tmp_path: Path, capability: int) -> 
         pytest.skip(f"this nvcc does not compile for compute capability {capability / 10}")
     (tmp_path / "kernels.cu").write_text(compiling.source())
     kinds = [f"-DONLY_{kind.upper()}" for kind in driver._COUNTERS]
-    options = ["-std=c++14", "-cubin", f"-arch=sm_{capability}", "-Xptxas", "-v", *kinds]
+    blocks = [f"-DBLOCKS_{kind.upper()}" for kind in BLOCK_KINDS.values()]
+    options = ["-std=c++14", "-cubin", f"-arch=sm_{capability}", "-Xptxas", "-v", *kinds, *blocks]
     done = subprocess.run(
         [nvcc, *options, "-o", str(tmp_path / "kernels.cubin"), str(tmp_path / "kernels.cu")],
         capture_output=True,
@@ -354,7 +356,7 @@ def test_the_kernels_compile_without_spills(tmp_path: Path, capability: int) -> 
     assert "warning" not in done.stderr
     assert re.findall(r"[1-9]\d* bytes (?:spill|stack)", done.stderr) == []
     used = re.findall(r"Used (\d+) registers", done.stderr)
-    assert len(used) == 2 * len(kinds)
+    assert len(used) == 2 * len(kinds) + len(blocks)
     assert max(map(int, used)) <= REGISTERS
     nvdisasm = shutil.which("nvdisasm")
     if nvdisasm is not None and capability >= 80:
@@ -364,13 +366,15 @@ def test_the_kernels_compile_without_spills(tmp_path: Path, capability: int) -> 
         assert all(found[name] <= most for name, most in INSTRUCTIONS.items()), found
 
 
-@pytest.mark.parametrize("kind", driver._COUNTERS)
-def test_nvrtc_compiles_the_kernels(kind: str) -> None:
+@pytest.mark.parametrize(
+    "unit", [*(f"only_{kind}" for kind in driver._COUNTERS), *(f"blocks_{kind}" for kind in BLOCK_KINDS.values())]
+)
+def test_nvrtc_compiles_the_kernels(unit: str) -> None:
     try:
-        image, log = compiling.compiled(kind, 32, 90)
+        image, log = compiling.compiled(unit, 32, 90)
     except OSError as error:
         pytest.skip(f"{error}: it compiles the kernels when they are first used")
     assert image.startswith(b"\x7fELF")
     assert log == ""
     # GPUs newer than this NVRTC receive PTX.
-    assert b".target sm_" in compiling.compiled(kind, 32, 9990)[0]
+    assert b".target sm_" in compiling.compiled(unit, 32, 9990)[0]

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from mpinspect import Inspector, LossScaler, MixedPrecision
+from mpinspect import Inspector, LossScaler, MixedPrecision, count_blocks
+from mpinspect.counting.cuda import available
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.ranges.session import TensorKey
 from mpinspect.training import PRECISIONS
@@ -308,3 +309,15 @@ def test_suggestions_read_this_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(10):
         model(torch.randn(2, 1, 8, 8, device="cuda"))
     assert any("cudnn.benchmark" in said for said in mp.suggestions())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block", [(1, 16), (1, 32), (1, 128), (16, 16), (128, 128), (3, 7), (1, 0)])
+def test_blocks_equal_the_cpus(dtype: torch.dtype, block: tuple[int, int]) -> None:
+    x = torch.randn(300, 1000) * torch.exp2(-100 * torch.rand(300, 1000))
+    x[3, 5], x[70:90], x[100, 7] = math.inf, 0.0, math.nan
+    x = x.to(dtype)
+    on_gpu = x.cuda()
+    for view in (lambda values: values, torch.t, lambda values: values[1:, 3:], torch.flatten):
+        assert count_blocks(view(on_gpu), block) == count_blocks(view(x), block)
+    assert available.trouble() == ""

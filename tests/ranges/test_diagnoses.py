@@ -2137,3 +2137,32 @@ def test_an_error_while_finding_masters_does_not_stop_the_training(monkeypatch):
         report = train_masters(steps=4)
     assert any("a fault of ours" in note for note in report.session.notes)
     assert report.session.progress.steps == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but:UserWarning")
+@pytest.mark.parametrize(
+    ("settings", "said", "code"),
+    [
+        ({"device": "cuda", "enabled": False}, "made for cuda, the default of torch.amp.GradScaler(), and", '("cpu"'),
+        ({"device": "xpu", "enabled": False}, "made for xpu, and the model is on cpu", '("cpu"'),
+        ({"device": "cpu", "enabled": False}, "its GradScaler is disabled: its scale() returns", "enabled=True"),
+    ],
+    ids=["cuda", "xpu", "option"],
+)
+def test_a_disabled_scaler_in_fp16_is_named(settings, said, code):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    report = train(model, optimizer, scaler=torch.amp.GradScaler(**settings), autocast=torch.float16)
+    assert contradictions(report) == []
+    (finding,) = named(report, "scaler-missing-in-float16")
+    assert said in finding.message
+    assert "no GradScaler was seen" not in finding.message
+    assert code in finding.code
+    assert report.verdict.precision.endswith("GradScaler disabled.")
+
+
+def test_a_disabled_scaler_in_bf16_is_no_finding():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    report = train(model, optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=torch.bfloat16)
+    assert report.verdict.healthy is True

@@ -119,7 +119,7 @@ def test_the_report_has_a_section_only_where_recipes_were_asked_for():
     text = str(train(net(), 2, ["mxfp8", "nvfp4"]).report())
     assert "Recipes of FP8 and FP4" in text
     assert "Measured in 2 steps, on one call of each of 2 Linear layers" in text
-    assert "KEEP = {'unused'}" in text
+    assert "KEEP = {'head', 'unused'}" in text
     assert "Recipes of FP8" not in str(train(net(), 2, ()).report())
 
 
@@ -148,7 +148,8 @@ def test_a_run_judges_a_product_of_a_module_that_is_no_linear():
     expected = mpinspect.compare_recipes(model, loss_of, [batch(0)], ["mxfp8"])
     found = recipe_report(train(model, 1, "mxfp8").session())
     assert (found.rows, found.not_linear) == (expected.rows, expected.not_linear) == (expected.rows, ("body",))
-    assert found.converted(RECIPES["mxfp8"]) == 1
+    # No converter takes the product, and a head stays wide.
+    assert (found.converted(RECIPES["mxfp8"]), found.kept_wide(RECIPES["mxfp8"])) == (0, ("head",))
 
 
 def test_bad_recipes_are_named():

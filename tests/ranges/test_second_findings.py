@@ -18,7 +18,9 @@ from mpinspect.ranges.records import (
     ChangedIntegers,
     ExaminedArgument,
     ExaminedBatch,
+    ExaminedMask,
     FrozenBuffer,
+    LostSum,
     MixedPowers,
     OverflowedNorm,
     RoundedArgument,
@@ -383,3 +385,67 @@ def test_a_zero_that_the_precision_made_is_named_with_its_difference_and_is_comp
     assert without.fix.startswith("Add a small constant")
     of_difference = replace(examined, text="a square root of zero, a difference of terms rounded to 16 bits, where ...")
     assert findings(of_difference, events=(broken(4),))["argument-out-of-range"].fix == finding.fix
+
+
+EARLIER = ("", "exp", "train.py:5", "head.log", "float16")
+
+
+def born(largest, names=("sum", "train.py:7", "forward", *EARLIER), **figures):
+    return BornInfinite(name="head", step=7, names=names, text="float16", elements=2, of=4, largest=largest, **figures)
+
+
+def test_a_sum_that_overflows_is_named_with_the_operator_that_used_the_range_up():
+    finding = findings(born(4e5, near=3e4), precision=FP16, events=(broken(7),))["overflow-in-operator"]
+    assert finding.message.startswith(
+        "In step 7, in 'head.log' (train.py:5), exp makes numbers up to 3e+04, near FP16's end of 65504; in 'head' (train.py:7), "
+        "sum overflows in 2 elements: the exact result is finite, up to 4e+05."
+    )
+    assert finding.fix.startswith("Compute in FP32 from 'head.log' (train.py:5) to 'head' (train.py:7)")
+    assert "subtract the largest exponent first" in finding.fix
+
+
+def test_an_infinity_of_rounded_inputs_is_named_with_the_operator_that_rounded_them():
+    log = ("log", "train.py:7", "forward", "", "_to_copy", "train.py:5", "head", "float16")
+    finding = findings(born(0, log), precision=FP16, events=(broken(7),))["overflow-in-operator"]
+    assert "In step 7, in 'head' (train.py:5), a cast rounds to FP16 and loses the value" in finding.message
+    assert "Compute in FP32 from 'head' (train.py:5) to 'head' (train.py:7)" in finding.fix
+    # An operator of the same line has no other place.
+    alone = findings(born(0, (*log[:5], "train.py:7", *log[6:])), precision=FP16, events=(broken(7),))
+    assert "an earlier operator had rounded away" in alone["overflow-in-operator"].message
+
+
+def test_a_difference_is_named_with_the_addition_that_rounded_its_operands():
+    names = ("sub", "train.py:9", "forward", "w", "add", "train.py:5", "value", "bfloat16")
+    left = AmplifiedError(step=1, names=names, text="float32", before=0.007, after=7.7, gradients_error=0.9)
+    finding = findings(left)["result-is-rounding-error"]
+    assert finding.message.startswith(
+        "In step 1, in 'value' (train.py:5), add rounds to BF16, and in train.py:9, sub leaves mostly that error"
+    )
+    assert "the gradient of 'w' is off by 90%" in finding.message
+    assert finding.fix.startswith("Compute in FP32 from 'value' (train.py:5) to train.py:9")
+
+
+def test_an_overflow_that_makes_a_zero_leads_before_the_logarithm_of_it():
+    examined = ExaminedArgument(step=4, text="a logarithm of zero", elements=4, bits=16)
+    names = ("log10", "train.py:9", "forward", "")
+    rounded = RoundedArgument(step=7, names=names, text="float16", elements=4, of=4, given=0.0, exact=2e-4)
+    overflow, events = born(8e4, ("sum", "train.py:7", "forward")), (broken(4), broken(7))
+    found = findings(examined, rounded, overflow, precision=FP16, events=events)
+    assert (found["overflow-in-operator"].severity, found["argument-out-of-range"].severity) == ("error", "info")
+    # A logarithm of an exact zero is the script's own.
+    assert "overflow-in-operator" not in findings(examined, overflow, precision=FP16, events=events)
+
+
+@pytest.mark.parametrize(("largest", "is_mask"), [(0.0, False), (3.4e38, True), (None, True)])
+def test_a_mask_is_not_blamed_for_infinities_that_rounding_makes_in_its_module(largest, is_mask):
+    mask = ExaminedMask(name="head", step=7, text="a softmax of a row of only -inf", elements=9)
+    made = [] if largest is None else [born(largest, ("log", "train.py:7", "forward"))]
+    assert ("mask-hides-whole-row" in findings(mask, *made, events=(broken(7),))) is is_mask
+
+
+def test_a_forwards_loss_comes_before_a_backwards_that_computes_with_it():
+    names = ("index_put", "train.py:9", "backward", "w")
+    lost = LostSum(step=1, names=names, text="bfloat16", error=0.4, value=-16, exact=-30, gradients_error=500)
+    assert list(findings(lost, absorbed(size=1.0))) == ["addition-changes-nothing", "sum-loses-terms"]
+    forward = replace(lost, names=("sum", "train.py:9", "forward", "w"))
+    assert list(findings(forward, absorbed(size=1.0))) == ["sum-loses-terms", "addition-changes-nothing"]

@@ -79,7 +79,7 @@ def test_a_model_that_casts_one_part_computes_in_two_precisions():
             {"dtype": torch.bfloat16, "optimizer": torch.optim.SGD},
         ),
         (
-            "Computes in FP32: FP32 weights, no autocast, SGD, no scaler.",
+            "Computes in FP32: FP32 weights, no autocast, SGD, GradScaler disabled.",
             {"optimizer": torch.optim.SGD, "scaler": scaler(enabled=False)},
         ),
     ],

@@ -11,7 +11,7 @@ from torch import nn
 
 from mpinspect import Inspector
 from mpinspect.ranges.analyse import analyse
-from mpinspect.ranges.faults.measure.singularities import Rows, singular
+from mpinspect.ranges.faults.measure.singularities import Rows, overflowed_pack, singular
 from mpinspect.ranges.session import (
     Event,
     LostUpdates,
@@ -403,3 +403,40 @@ def test_recurring_overflows_are_reported_with_their_steps(scales, words):
         f"Every 3 steps (5, 8, 11, ...) the gradients overflow after '2', although the scale {words}"
     )
     assert finding.fix.startswith("Look at the batches of steps 5, 8, 11, ...: an outlier")
+
+
+def packed_in(dtype):
+    """Return hooks that pack saved tensors in a dtype, and the widest value as an activation that overflows FP16."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: (x.dtype, x.to(dtype)), lambda kept: kept[1].to(kept[0]))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "elements"),
+    [(torch.float16, 7e4, 1), (torch.float16, 6e4, None), (torch.bfloat16, 7e4, None), (torch.float32, math.inf, None)],
+)
+def test_a_saved_tensor_that_hooks_pack_beyond_the_end_of_their_format_is_found(dtype, value, elements):
+    x = torch.tensor([1.0, value], requires_grad=True)
+    with packed_in(dtype):
+        node = x.square().grad_fn
+    found = overflowed_pack(node)
+    assert (found and found.elements) == elements
+    # Without hooks nothing is packed.
+    assert overflowed_pack(x.square().grad_fn) is None
+
+
+def test_a_backward_of_packed_tensors_is_named_with_a_wider_format():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Inspector(model) as inspector:
+        for step in range(4):
+            x = torch.full((3, 4), 7e4 if step == 2 else 1.0)
+            optimizer.zero_grad()
+            with packed_in(torch.float16):
+                loss = (model(x) * 1e-6).sum()
+            loss.backward()
+            optimizer.step()
+    finding = next(each for each in inspector.report().findings if each.id == "argument-out-of-range")
+    assert (finding.severity, finding.step) == ("error", 2)
+    assert "from a saved tensor that hooks packed in float16, where it is not finite (12 elements" in finding.message
+    assert "The loss is finite, but its gradient is not." in finding.message
+    assert "torch.bfloat16" in finding.code

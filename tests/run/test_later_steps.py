@@ -97,3 +97,52 @@ def test_without_later_second_computations_only_the_first_steps_are_judged(
     tmp_path: Path, steps: int, options: tuple[str, ...], found: list[int]
 ) -> None:
     assert _steps_of(tmp_path, steps, *options) == found
+
+
+RESUMED = """
+import copy
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Averaging(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for weight in self.param_groups[0]["params"]:
+            square = self.state[weight].setdefault("square", torch.ones_like(weight, dtype=torch.float32))
+            square.mul_(0.999).add_(weight.grad.float() ** 2, alpha=0.001)
+            weight -= 0.01 * weight.grad / square.sqrt()
+
+
+model = nn.Linear(4, 2).bfloat16()
+state = {}
+for phase in range(PHASES):
+    optimizer = Averaging(model.parameters())
+    if state:
+        optimizer.load_state_dict(state)
+    for step in range(4):
+        model(torch.randn(8, 4).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = copy.deepcopy(optimizer.state_dict())
+    del optimizer
+"""
+
+
+@pytest.mark.parametrize(("phases", "steps"), [(1, []), (2, [5])])
+def test_an_early_step_of_a_resumed_optimizer_is_computed_twice(tmp_path: Path, phases: int, steps: list[int]) -> None:
+    """``load_state_dict`` casts the FP32 states of BF16 weights to BF16."""
+    folder = tmp_path / "script"
+    write(folder, RESUMED.replace("PHASES", str(phases)))
+    ended = watched(folder, "train.py", forked=True)
+    assert ended.status == 0, ended.err
+    report = json.loads((tmp_path / RUN_DIR / "report.json").read_text())
+    found = [each for each in report["models"][0]["ranges"]["findings"] if each["id"] == "buffer-stops-changing"]
+    assert [each["step"] for each in found] == steps
+    assert all("in Averaging's step" in each["message"] and "'square'" in each["message"] for each in found)

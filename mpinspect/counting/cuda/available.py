@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from mpinspect.numeric.blocks import BlockCounts
+
 _trouble: list[str] = []
 
 
@@ -47,6 +49,21 @@ def count(values: torch.Tensor) -> torch.Tensor | None:
         gave_up(error)
         return None
     return row
+
+
+def count_blocks(values: torch.Tensor, size: tuple[int, int], block: tuple[int, int]) -> BlockCounts | None:
+    """Return the counts of a CUDA matrix's blocks, like ``cuda.blocks.count``; None if the kernels can't be used."""
+    if counter() is None:
+        return None
+    from mpinspect.counting.cuda import blocks
+
+    if not blocks.takes(values, size):
+        return None
+    try:
+        return blocks.count(values, size, block)
+    except Exception as error:
+        gave_up(error)
+        return None
 
 
 def warm_up(devices: Iterable[torch.device]) -> str:

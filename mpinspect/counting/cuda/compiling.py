@@ -1,4 +1,4 @@
-"""Compiles ``kernels.cu`` with NVRTC, the CUDA compiler as a library, which torch's CUDA packages include."""
+"""Compiles ``kernels.cu`` and ``blocks.cu`` with NVRTC, the CUDA compiler as a library, which torch's CUDA packages include."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ def source() -> str:
     rows = ",\n".join(
         f"  {{{', '.join(str(_float32_bits(value) >> 16) for value in magnitudes(name))}}}" for name in CODES
     )
-    table = f"static __constant__ unsigned short MAGNITUDES[{len(CODES)}][256] = {{\n{rows}}};\n"
-    return table + Path(__file__).with_name("kernels.cu").read_text("utf-8")
+    table = (
+        f"static __constant__ __attribute__((unused)) unsigned short MAGNITUDES[{len(CODES)}][256] = {{\n{rows}}};\n"
+    )
+    return "".join(
+        [table, *(Path(__file__).with_name(name).read_text("utf-8") for name in ("kernels.cu", "blocks.cu"))]
+    )
 
 
 def _float32_bits(magnitude: float) -> int:
@@ -40,11 +44,12 @@ def _float32_bits(magnitude: float) -> int:
     return (shift << 23) + (multiple >> shift)
 
 
-def compiled(kind: str, columns: int, capability: int) -> tuple[bytes, str]:
+def compiled(unit: str, columns: int, capability: int) -> tuple[bytes, str]:
     """Compile the kernels of one kind of values.
 
     Args:
-        kind: the end of the kernels' names: float32, bfloat16, float16, float64 or codes.
+        unit: only_ or blocks_ (the kernels of ``kernels.cu``, or that of ``blocks.cu``), then the end of the kernels' names:
+            float32, bfloat16, float16, and only float64 or codes.
         columns: copies of the counters, 16 or 32.
         capability: the GPU's compute capability as an integer, such as 90.
 
@@ -62,7 +67,7 @@ def compiled(kind: str, columns: int, capability: int) -> tuple[bytes, str]:
         # A GPU runs the PTX of every older one.
         target, prefix, form = max((each for each in known if each < capability), default=capability), "compute", "PTX"
     options = [f"--gpu-architecture={prefix}_{target}", "--std=c++14"]
-    options += [f"-DCOLUMNS={columns}", f"-DONLY_{kind.upper()}"]
+    options += [f"-DCOLUMNS={columns}", f"-D{unit.upper()}"]
     program = ctypes.c_void_p()
     _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"mpinspect.cu", 0, None, None))
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from mpinspect.counting.bits import BINARY32, BINARY64, DEVICE_CHUNK, empty_row, encoding_of, merge_rows
+from mpinspect.counting.cuda import driver
 from mpinspect.counting.cuda.compiling import CODES
-from mpinspect.counting.cuda.driver import ENTRIES, Gpu
+from mpinspect.counting.cuda.driver import ENTRIES, table_layout
 from mpinspect.counting.layout import NO_MINIMUM, repeated
 from mpinspect.counting.pieces import COUNTABLE, fills_its_memory, flat_bits
 
@@ -162,7 +162,7 @@ def _launch(
     per_tile = _TILE_BYTES // size
     if any(numel > _MOST_IN_AN_ENTRY for _, numel, _ in entries):
         entries = [part for entry in entries for part in _parts(entry, size)]
-    gpu = _gpu(device)
+    gpu = driver.gpu_of(device)
     for begin in range(0, len(entries), ENTRIES):
         part = entries[begin : begin + ENTRIES]
         numbers = [broken, len(part), 0, codes, only_if_broken]
@@ -171,7 +171,7 @@ def _launch(
             numbers += (values, target, numel, tiles)
             tiles += -(-numel // per_tile)
         numbers[2] = tiles
-        gpu.launch(way, kind, tiles, numbers)
+        gpu.launch(way, kind, tiles, table_layout(len(part)), numbers)
 
 
 def _parts(entry: _Entry, size: int) -> list[_Entry]:
@@ -181,11 +181,6 @@ def _parts(entry: _Entry, size: int) -> list[_Entry]:
         (values + begin * size, min(_MOST_IN_AN_ENTRY, numel - begin), target)
         for begin in range(0, numel, _MOST_IN_AN_ENTRY)
     ]
-
-
-@cache
-def _gpu(device: torch.device) -> Gpu:
-    return Gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def _kinds() -> dict[torch.dtype, tuple[str, int, int]]:

@@ -26,18 +26,25 @@ _COUNTERS = {
 }
 #: Shared memory for the extremes of a block's warps, for the magnitudes of the 256 codes, and CUDA's own part for a block.
 _SCRATCH, _MAGNITUDES, _RESERVED = 128, 512, 1024
+#: Two kinds of counters of 3 classes and 64 distances, and 2 more, in 16 copies each; and 484 without copies.
+_BYTES_OF_BLOCKS = 4 * ((2 * 3 * 64 + 2) * 16 + 484)
+#: The kernels that are compiled together, by the first half of their unit (``compiling.compiled``).
+_TOGETHER = {"only": ("count", "largest"), "blocks": ("blocks",)}
 # Values of libcuda's enumerations.
 _MULTIPROCESSORS, _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _SHARED_OF_MULTIPROCESSOR = 16, 75, 76, 81
 _MOST_DYNAMIC_SHARED, _CARVEOUT = 8, 9
 
 
 def shared_bytes(way: str, kind: str, columns: int) -> int:
-    """Return the shared memory of a block, as BYTES in ``kernels.cu``.
+    """Return the shared memory of a block of threads, as BYTES in ``kernels.cu`` and ``blocks.cu``.
 
     Args:
-        way: count or largest.
-        kind, columns: see ``compiling.compiled``.
+        way: the beginning of a kernel's name: count, largest or blocks.
+        kind: its end, such as float32.
+        columns: see ``compiling.compiled``.
     """
+    if way == "blocks":
+        return _BYTES_OF_BLOCKS
     if way == "largest":
         return _SCRATCH + (_MAGNITUDES if kind == "codes" else 0)
     keys, factor, extra = _COUNTERS[kind]
@@ -48,6 +55,10 @@ def shared_bytes(way: str, kind: str, columns: int) -> int:
 def table_layout(entries: int) -> struct.Struct:
     """Return the layout of the first ``entries`` entries of Table in ``kernels.cu``."""
     return struct.Struct("=Q4I" + entries * "QQII")
+
+
+#: The layout of Matrix in ``blocks.cu``.
+MATRIX = struct.Struct("=QQqq5I4x")
 
 
 @dataclass(frozen=True)
@@ -84,13 +95,14 @@ class Gpu:
         self._parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._table))
         self._lock = threading.Lock()
 
-    def launch(self, way: str, kind: str, tiles: int, numbers: Sequence[int]) -> None:
+    def launch(self, way: str, kind: str, tiles: int, layout: struct.Struct, numbers: Sequence[int]) -> None:
         """Launch a kernel on the device's current stream.
 
         Args:
             way, kind: the name of the kernel, such as "count" and "float32".
-            tiles: the number of tiles of all tensors.
-            numbers: the fields of Table in ``kernels.cu`` in their order, without the entries that are not used.
+            tiles: the greatest number of blocks of threads that have work.
+            layout: of the kernel's parameter, up to its last used field.
+            numbers: the parameter's fields.
 
         Raises:
             OSError, RuntimeError: the kernel could not be compiled, loaded or launched.
@@ -103,7 +115,7 @@ class Gpu:
             blocks = min(tiles, kernel.most_blocks)
             with self._lock:
                 # The driver has copied the parameters when the call returns.
-                table_layout((len(numbers) - 5) // 4).pack_into(self._table, 0, *numbers)
+                layout.pack_into(self._table, 0, *numbers)
                 status = self._cuda.cuLaunchKernel(
                     *(
                         kernel.function,
@@ -124,15 +136,16 @@ class Gpu:
             self._cuda.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
     def _load(self, way: str, kind: str) -> _Kernel:
-        image, _ = compiling.compiled(kind, self._columns, self._capability)
+        unit, together = next((unit, ways) for unit, ways in _TOGETHER.items() if way in ways)
+        image, _ = compiling.compiled(f"{unit}_{kind}", self._columns, self._capability)
         module = ctypes.c_void_p()
         self._check(self._cuda.cuModuleLoadData(ctypes.byref(module), image))
-        for each in ("count", "largest"):
+        for each in together:
             function, blocks = ctypes.c_void_p(), ctypes.c_int()
             name = f"{each}_{kind}".encode()
             self._check(self._cuda.cuModuleGetFunction(ctypes.byref(function), module, name))
             shared = shared_bytes(each, kind, self._columns)
-            if each == "count":
+            if each != "largest":
                 self._check(self._cuda.cuFuncSetAttribute(function, _MOST_DYNAMIC_SHARED, shared))
                 self._check(self._cuda.cuFuncSetAttribute(function, _CARVEOUT, 100))
             occupancy = self._cuda.cuOccupancyMaxActiveBlocksPerMultiprocessor
@@ -152,6 +165,12 @@ class Gpu:
             said = ctypes.c_char_p()
             self._cuda.cuGetErrorString(status, ctypes.byref(said))
             raise RuntimeError(f"CUDA: {(said.value or str(status).encode()).decode()}")
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the kernels of a CUDA device."""
+    return Gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @cache

@@ -106,7 +106,8 @@ def _parts(session: Session) -> Iterator[str]:
     else:
         yield "no optimizer step seen"
     scalers = [_scaler(scaler) for scaler in precision.scalers if scaler.enabled]
-    yield from dict.fromkeys(scalers) or ["no scaler"]
+    disabled = [scaler.type for scaler in precision.scalers if not scaler.enabled]
+    yield from dict.fromkeys(scalers) or ([f"{disabled[0]} disabled"] if disabled else ["no scaler"])
 
 
 def _optimizer(optimizer: OptimizerRecord) -> str:

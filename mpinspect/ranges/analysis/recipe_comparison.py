@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from mpinspect.numeric.blocks import QuantizationLoss
 from mpinspect.numeric.recipes import OPERANDS, PRODUCTS, RECIPES, STOCHASTIC, TrainingRecipe
+from mpinspect.ranges.analysis.products import is_named_head, is_named_router
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import Finding
@@ -128,9 +129,18 @@ class RecipeReport(RendersItself):
         """Return the modules whose features are not multiples of ``recipe.multiple``."""
         return tuple(module for module, shape in self.modules.items() if any(size % recipe.multiple for size in shape))
 
+    @property
+    def heads_and_routers(self) -> tuple[str, ...]:
+        """The Linear layers named as heads or routers, which published recipes leave in BF16 whatever flushing takes."""
+        return tuple(
+            module
+            for module in self.modules
+            if module not in self.not_linear and (is_named_head(module) or is_named_router(module))
+        )
+
     def kept_wide(self, recipe: TrainingRecipe) -> tuple[str, ...]:
-        """Return the Linear layers to leave unconverted: not served or of unsuited sizes, in the model's order."""
-        kept = {*self.unserved(recipe), *self.unsuited(recipe)} - {*self.not_linear}
+        """Return the Linear layers to leave unconverted, in order: not served, of unsuited sizes, heads and routers."""
+        kept = {*self.unserved(recipe), *self.unsuited(recipe), *self.heads_and_routers} - {*self.not_linear}
         return tuple(module for module in self.modules if module in kept)
 
     def converted(self, recipe: TrainingRecipe) -> int:

@@ -1,6 +1,7 @@
 """Notifies listeners of new optimizers and of all optimizers' steps, through one pair of torch's global optimizer hooks.
 
-torch has no hook for a new optimizer, so ``Optimizer.__init__`` is wrapped as long as there are listeners.
+torch has no hook for a new optimizer, so ``Optimizer.__init__`` is wrapped as long as there are listeners. So is
+``load_state_dict`` (``loaded_states.py``).
 
 torch iterates over its table of hooks while running them, so adding or removing a hook during another thread's step
 would make that step raise an error. Ours are added with the first listener and removed with the last, unless a step is
@@ -16,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+
+from mpinspect.ranges.capture import loaded_states
 
 
 class StepListener(Protocol):
@@ -47,6 +50,7 @@ def listen(listener: StepListener) -> None:
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before))
         _handles.append(register_optimizer_step_post_hook(_after))
+    loaded_states.listen()
     if not _wrapped:
         original: Any = torch.optim.Optimizer.__init__
         _wrapped.append((original, _notifying(original)))
@@ -60,6 +64,8 @@ def unlisten(listener: StepListener) -> None:
     if not _listeners and not _under_way:
         while _handles:
             _handles.pop().remove()
+    if not _listeners:
+        loaded_states.unlisten()
     if not _listeners and _wrapped and torch.optim.Optimizer.__init__ is _wrapped[0][1]:
         # If other code has wrapped it in the meantime, our wrapper stays in place without effect.
         torch.optim.Optimizer.__init__ = _wrapped.pop()[0]  # type: ignore[method-assign]

@@ -19,11 +19,17 @@ _MOST = 0.5
 def findings(case: Case) -> tuple[Finding, ...]:
     """Return all findings: errors first, then warnings, then information; within one severity, in the registry's order."""
     diagnosed = [_with_ranks(finding, case.session) for finding in _made(DIAGNOSES, case)]
-    diagnosed.sort(key=lambda finding: finding.evidence.get("lost_fraction", 1.0) < _MOST)
+    diagnosed.sort(key=_does_less)
     case = replace(case, is_explained=any(map(explains_events, diagnosed)))
     found = [*diagnosed, *_made(CONSEQUENCES, case)]
     found = [_as_consequence(finding, diagnosed) for finding in found]
     return tuple(gravest_first([*_made(FIRST, case), *found]))
+
+
+def _does_less(finding: Finding) -> tuple[bool, bool]:
+    """Return a sort key: a small loss comes late, and a backward's, which computes with the forward's results, after these."""
+    evidence = finding.evidence
+    return evidence.get("lost_fraction", 1.0) < _MOST, evidence.get("phase") == "backward"
 
 
 def _made(faults: Sequence[Fault], case: Case) -> list[Finding]:

@@ -15,6 +15,7 @@ from mpinspect.ranges.faults.measure.accumulation import Accumulation
 from mpinspect.ranges.faults.measure.autocasts import Autocasts
 from mpinspect.ranges.faults.measure.averaged import Averaged
 from mpinspect.ranges.faults.measure.buffers import Buffers
+from mpinspect.ranges.faults.measure.dtype_changes import DtypeChanges
 from mpinspect.ranges.faults.measure.examination import Examination
 from mpinspect.ranges.faults.measure.flushed import AskedGradients, FlushedStates
 from mpinspect.ranges.faults.measure.handed_over import HandedOver
@@ -23,6 +24,8 @@ from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
 from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.faults.measure.measuring import Run
 from mpinspect.ranges.faults.measure.new_scalers import NewScalers, ScalesUsed
+from mpinspect.ranges.faults.measure.saturated import SaturatedFunctions
+from mpinspect.ranges.faults.measure.standstill import StandingStill
 
 
 def diagnosing_observers(
@@ -47,6 +50,9 @@ def diagnosing_observers(
             Accumulation,
             Buffers,
             Autocasts,
+            SaturatedFunctions,
+            DtypeChanges,
+            StandingStill,
         ),
         *(Examination, AskedGradients, FlushedStates),
     )

@@ -11,6 +11,7 @@ from mpinspect.ranges.faults.name import (
     arithmetic,
     autocasts,
     culprit_inputs,
+    dtypes,
     events,
     gradient_ranges,
     gradients_lost,
@@ -44,8 +45,10 @@ DIAGNOSES: tuple[Fault, ...] = (
     *autocasts.FAULTS,
     *untrained.WITHOUT_GRADIENT,
     *scaling.FAULTS,
+    *dtypes.FAULTS,
     *arithmetic.FAULTS,
     *stores.FAULTS,
+    gradients_lost.STANDS_STILL,
 )
 #: Observations that a diagnosis may explain.
 CONSEQUENCES: tuple[Fault, ...] = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.recipes import HISTORY, TrainingRecipe
-from mpinspect.ranges.analysis.products import is_named_head, is_named_router, modules_named, pattern_of
+from mpinspect.numeric.recipes import HISTORY, STOCHASTIC, TrainingRecipe
+from mpinspect.ranges.analysis.products import modules_named, pattern_of
 from mpinspect.ranges.analysis.recipe_comparison import (
     TRANSFORMER_ENGINE,
     OperandLoss,
@@ -15,6 +16,7 @@ from mpinspect.ranges.analysis.recipe_comparison import (
     RecipeCell,
     RecipeReport,
 )
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.stale_scales import HISTORIES, StaleScale, stale_scales, unserved_at_scale_one
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.document import (
@@ -38,16 +40,27 @@ from mpinspect.reporting.words import by_number, filled, number_of, percent
 ROWS = Limit(40, 200, "more; all are in JSON")
 #: Smaller shares are shown without their operand.
 _SMALL = 1e-5
+#: A product without a quantised operand.
+_WIDE = "wide"
 _LEGEND = (
-    "fprop: the product of the output; dgrad: of the input's gradient; wgrad: of the weight's gradient; a cell: share of the L1 "
-    "mass (the sum of magnitudes) that is flushed to zero in the operand that loses most, and that operand. Operands with "
-    "stochastic rounding lose nothing on average and are left out: the report in JSON has their noise. {0..3}: the worst of "
-    "these layers; wide: in high precision, or with stochastic rounding alone"
+    "fprop: input x weight; dgrad: output's gradient x weight; wgrad: output's gradient x input. A cell: share of the L1 mass "
+    "(the sum of magnitudes) that is flushed to zero in the operand that loses most, and that operand from 0.001% on; *: over "
+    "1%. noise: of the output's gradient, which the recipe rounds at random, so that flushing takes nothing on average: the "
+    "standard deviation relative to its values' root mean square; not judged. {...}: the worst of these layers. An operand may "
+    "lose more in one product than in another, since blocks lie along the dimension that is summed over"
+)
+_WIDE_LEGEND = "; wide: not quantised"
+_JUDGED = (
+    "Judged by flushing alone, with the weights as they are. Rounding inside the range, the effect on other layers, the trained "
+    "loss, speed and memory are not measured."
 )
 _NOT_JUDGED = (
-    "Judged by flushing alone: a product is served if flushing takes at most 1% of the L1 mass of each operand that is rounded "
-    "to nearest. Rounding inside the range, the effect on later layers and the effect on the trained loss are not measured. "
-    "Other weights, such as those of convolutions, are neither judged nor converted."
+    "The limit of 1% is a choice, the same for all recipes: a share just below it is hardly better than one just above. Weights "
+    "that are not in the table, such as those of convolutions, embeddings and some routers, are neither judged nor converted."
+)
+_AFTERWARDS = (
+    "The code is for torchao 0.18 and TransformerEngine 2.20. Afterwards mpinspect run states which products are really computed "
+    "in FP8 or FP4."
 )
 
 
@@ -57,6 +70,7 @@ def document(report: RecipeReport) -> Document:
     return Document(
         f"Recipes for {report.model}, {layers}, {batches}",
         (
+            Line(_JUDGED),
             _judgements(report),
             *section("Change", *_change(report)),
             *section("Product by product", _table(report)),
@@ -70,7 +84,7 @@ def in_run(report: RecipeReport | None, session: Session) -> Iterator[Block]:
     if report is None:
         return
     layers, steps = _layers(report), number_of(report.batches, "step")
-    yield Line(f"Measured in {steps}, on one call of each of {layers}:")
+    yield Line(f"Measured in {steps}, on one call of each of {layers}. {_JUDGED}")
     yield _judgements(report)
     yield from _change(report)
     yield _table(report)
@@ -84,7 +98,7 @@ def _layers(report: RecipeReport) -> str:
 
 
 def _is_delayed(recipe: TrainingRecipe) -> bool:
-    return any(each and each.rule == HISTORY for _, of in recipe.products.each() for each in (of.left, of.right))
+    return any(each.rule == HISTORY for each in recipe.products.operands())
 
 
 def _on_stale_scales(session: Session) -> Iterator[str]:
@@ -120,18 +134,28 @@ def _clipping(found: Sequence[StaleScale]) -> str:
 
 
 def _judgements(report: RecipeReport) -> Items:
-    return Items(tuple(Item(_judgement(report, recipe), recipe.title) for recipe in report.recipes))
+    return Items(
+        tuple(
+            Item(f"{_judgement(report, recipe)}. It needs compute capability {recipe.compute_capability}", recipe.title)
+            for recipe in report.recipes
+        )
+    )
 
 
 def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> str:
     unserved, unsuited = report.unserved(recipe), report.unsuited(recipe)
-    sentence = "serves every product"
+    sentence = "flushes at most 1% of the L1 mass of every operand"
+    if STOCHASTIC in {each.rounding for each in recipe.products.operands()}:
+        sentence += " that it rounds to nearest; the noise of the others is not judged"
     if report.broken:
-        sentence = f"serves every product, leaving out the infinities and NaN in {modules_named(report.broken)}"
+        sentence += f", leaving out the infinities and NaN in {modules_named(report.broken)}"
     if unserved:
         sentence = f"flushes over 1% of an operand's L1 mass in {modules_named(unserved)}"
     if unsuited:
-        sentence += f"; {modules_named(unsuited)} can't be converted: sizes not multiples of {recipe.multiple}"
+        rows, columns = report.modules[unsuited[0]]
+        sentence += (
+            f". Its kernels refuse {modules_named(unsuited)} ({columns} x {rows}): no multiples of {recipe.multiple}"
+        )
     return sentence
 
 
@@ -141,13 +165,17 @@ def _change(report: RecipeReport) -> Iterator[Block]:
     if alone:
         yield Line(
             f"Converters leave {modules_named(alone)} as they are, since they are no torch.nn.Linear. To convert "
-            "one, replace it by an nn.Linear with the same weight, transposed where its own is stored so."
+            "one, replace it by an nn.Linear with the same bias and weight, which has the shape (outputs, inputs) there."
         )
+    if recipe is None and report.heads_and_routers:
+        yield Line("No layer is left to convert.")
     if recipe is not None:
         yield Line(f"{_converts(report, recipe)}{_as_many(report, recipe)}:")
         yield Code("\n".join(report.code(recipe)))
         yield from _in_torchtitan(report, recipe)
-        yield from _kept_by_others(report, recipe)
+    if report.heads_and_routers:
+        names = modules_named(report.heads_and_routers)
+        yield Line(f"Left in BF16 whatever flushing takes, as heads and routers are in published recipes: {names}.")
     yield from _of_experts(report)
     if of_engine is None or (recipe is not None and report.converted(of_engine) <= report.converted(recipe)):
         return
@@ -174,18 +202,10 @@ def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
     ]
     form = by_number(
         len(others),
-        " ({} covers as many; flushing does not rank them)",
-        " ({} cover as many; flushing does not rank them)",
+        " ({} covers as many: flushing can't tell which is better)",
+        " ({} cover as many: flushing can't tell which is better)",
     )
     return filled(form, ", ".join(others))
-
-
-def _kept_by_others(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Block]:
-    wide = {*report.kept_wide(recipe), *report.not_linear}
-    found = [name for name in report.modules if name not in wide and (is_named_head(name) or is_named_router(name))]
-    if found:
-        names = modules_named(found)
-        yield Line(f"Published recipes keep heads and routers in BF16, whatever flushing takes: add {names} to KEEP.")
 
 
 def _of_experts(report: RecipeReport) -> Iterator[Block]:
@@ -198,8 +218,8 @@ def _of_experts(report: RecipeReport) -> Iterator[Block]:
         yield Line(f"Converters of Linear layers leave the experts {names} as they are.")
         return
     yield Line(
-        f"Converters of Linear layers leave the experts {names} as they are. torchao converts them to {recipe.title}, before the "
-        "optimizer is made, if the model multiplies them by torch._grouped_mm:"
+        f"Converters of Linear layers leave the experts {names} as they are. For them torchao has other code, to {recipe.title}. "
+        "Run it before the optimizer is made. Unless the model multiplies them by torch._grouped_mm, it has no effect:"
     )
     yield Code("\n".join(report.expert_code(recipe)))
 
@@ -216,9 +236,12 @@ def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Blo
 
 def _notes(report: RecipeReport) -> Iterator[str]:
     yield _NOT_JUDGED
+    yield _AFTERWARDS
     for recipe in report.recipes:
         if recipe.caveats:
-            yield f"Not simulated of {recipe.title}: {', '.join(recipe.caveats)}. It may flush more or less than measured."
+            yield (
+                f"Not simulated of {recipe.title}: {', '.join(recipe.caveats)}. A training may flush more or less than measured."
+            )
     if report.broken:
         yield f"Operands of {modules_named(report.broken)} hold infinities or NaN; their blocks become NaN and are left out."
     if report.not_called:
@@ -243,21 +266,31 @@ def _table(report: RecipeReport) -> Tables:
         cells = (_cell([row.cells[place] for row in group]) for place in range(len(report.recipes)))
         rows.append((Cell("" if layers == named else layers), Cell(product), *cells))
         named = layers
-    return Tables((Table(columns, tuple(rows), ""),), ROWS, len(rows), _LEGEND)
+    has_wide = any(cell.text == _WIDE for row in rows for cell in row)
+    return Tables((Table(columns, tuple(rows), ""),), ROWS, len(rows), _LEGEND + _WIDE_LEGEND * has_wide)
 
 
 def _cell(cells: list[RecipeCell]) -> Cell:
-    """Return the worst of the cells of similar modules."""
-    found = [worst for cell in cells if (worst := cell.worst) is not None]
-    if not found:
-        return Cell("wide")
-    operand = max(found, key=lambda each: each.loss.lost_l1_share)
-    return Cell(_figure(operand), "" if operand.is_served else "warning")
+    """Return the worst figures of the cells of similar modules."""
+    nearest = max(
+        (worst for cell in cells if (worst := cell.worst) is not None),
+        key=lambda each: each.loss.lost_l1_share,
+        default=None,
+    )
+    noises = [each.loss.noise_to_signal for cell in cells for each in cell.operands if each.is_stochastic]
+    figures = [] if nearest is None else [_figure(nearest)]
+    figures += [f"noise {percent(math.sqrt(noise))}" for noise in sorted(noises)[-1:]]
+    is_served = nearest is None or nearest.is_served
+    return Cell(", ".join(figures) or _WIDE, "" if is_served else "warning")
 
 
 def _figure(operand: OperandLoss) -> str:
     share = operand.loss.lost_l1_share
-    return percent(share) if share < _SMALL else f"{percent(share)} {operand.tensor}"
+    if share < _SMALL:
+        return percent(share)
+    # Two digits would show a share just above the limit as the limit.
+    figure = percent(share) if operand.is_served or share > 1.05 * LOST_L1_TOLERANCE else f"{100 * share:.3g}%"
+    return f"{figure} {operand.tensor}{'' if operand.is_served else '*'}"
 
 
 # -- JSON ---------------------------------------------------------------------------------------------------------------

@@ -24,14 +24,16 @@ from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
     from mpinspect.kernels.capture.live_profile import LiveProfile
+    from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
     from mpinspect.ranges.faults.measure.powers import PowersOfScale
-    from mpinspect.ranges.faults.measure.second import SecondComputation
     from mpinspect.shapes.record.live import LiveMatmuls
     from mpinspect.shapes.records import MatmulRecording
 
 
 #: An optimizer is chosen after this many steps, even if other optimizers have not stepped yet: they may never do so.
 _MOST_WAITED = 8
+#: The step, of an optimizer that replaces another one, that is computed twice, and how many such optimizers have one.
+_EARLY_STEP, _MOST_REPLACED = 1, 2
 
 
 class OneStep(Guarded):
@@ -68,15 +70,18 @@ class OneStep(Guarded):
         self._steps: Counter[int] = Counter()
         self._products: LiveMatmuls | None = None
         #: The second computation of the recorded step, its models, and their steps.
-        self._second: tuple[SecondComputation, tuple[str, ...], dict[str, int]] | None = None
+        self._second: tuple[WholeStep, tuple[str, ...], dict[str, int]] | None = None
         #: The powers of the loss scale in the recorded step.
         self._powers: PowersOfScale | None = None
         #: Chooses further steps that are computed twice.
         self._choice = StepChoice((), after_events=0)
+        #: How many more optimizers may replace the chosen one and have an early step computed twice.
+        self._left_replaced = 0
         if self._wants_matmuls:
             # A budget does not know the cost of a step that is computed twice.
             has_budget = options.max_overhead not in (None, math.inf)
             self._choice = StepChoice((), with_rarer_work=0) if has_budget else StepChoice(LATER_STEPS)
+            self._left_replaced = 0 if has_budget else _MOST_REPLACED
         #: Steps of the chosen optimizer.
         self._stepped = 0
         self._is_again = False
@@ -89,6 +94,8 @@ class OneStep(Guarded):
         """Mark the following matrix products as the optimizer's, not the model's."""
         if self._products is not None and self._is_its_thread:
             self._products.in_optimizer = True
+            if self._second is not None:
+                self._second[0].optimizer_steps(optimizer)
 
     @guarded
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -98,12 +105,18 @@ class OneStep(Guarded):
             self._lingering = None
         if not self._is_its_thread:
             return
+        if self._is_replaced(optimizer):
+            self._optimizer, self._stepped = weakref.ref(optimizer), 0
+            self._choice = StepChoice((_EARLY_STEP, *LATER_STEPS))
+            self._left_replaced -= 1
         if self._optimizer is not None and self._optimizer() is optimizer:
             self._step_passed()
         if not self._is_needed:
             return
         if self._products is not None:
             self._products.in_optimizer = False
+            if self._second is not None:
+                self._second[0].optimizer_stepped()
         self._step_ended(optimizer)
 
     @guarded
@@ -119,6 +132,11 @@ class OneStep(Guarded):
             self._step_passed()
             if self._is_needed:
                 self._step_ended(None)
+
+    def _is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether another optimizer trains now, as after a resume or in a new phase, and may have other precisions."""
+        is_gone = self._optimizer is not None and self._optimizer() is None
+        return is_gone and self._left_replaced > 0 and self._models.stepped_by(optimizer) is not None
 
     def _step_passed(self) -> None:
         self._choice.passed(self._stepped, self._models.rarer_work())
@@ -214,8 +232,8 @@ class OneStep(Guarded):
             self._finish_profile("")
 
     def _begin_products(self) -> None:
+        from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
         from mpinspect.ranges.faults.measure.powers import PowersOfScale
-        from mpinspect.ranges.faults.measure.second import SecondComputation
         from mpinspect.shapes.record.live import LiveMatmuls
 
         self._is_again = not self._wants_matmuls
@@ -229,9 +247,7 @@ class OneStep(Guarded):
             self._note_lint(reason)
             return
         products = LiveMatmuls(models)
-        second = SecondComputation(
-            products.running_module, _parameters(models), _buffers(models), self._models.are_by_hand
-        )
+        second = WholeStep(products.running_module, _parameters(models), _buffers(models), self._models.are_by_hand)
         products.compute_twice(second)
         self._powers = PowersOfScale(products.running_module, _parameters(models))
         products.follow(self._powers)

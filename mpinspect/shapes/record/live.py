@@ -41,6 +41,10 @@ _ON_THE_WAY = (
 class Second(Protocol):
     """Computes operators a second time (``ranges/faults/measure/second.py``)."""
 
+    @property
+    def of_optimizer(self) -> Second | None:
+        """Computes the operators of the optimizer that is stepping; None for leaving them out."""
+
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
     def after(self, pending: Any, result: Any, frame: FrameType) -> None: ...
@@ -212,28 +216,34 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         if not self.recording or getattr(func, "_schema", None) is None:
             return func(*args, **(kwargs or {}))
         self.autocast = self._live_calls.autocast_dtype is not None
-        pending = self._begin_second(func, types, args, kwargs or {})
+        second = self._computing()
+        pending = second and self._begin_second(second, func, args, kwargs or {})
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if pending is not None and result is not NotImplemented:
-            self._end_second(pending, result)
+        if second is not None and pending and result is not NotImplemented:
+            self._end_second(second, pending, result)
         if self.follower is not None and result is not NotImplemented:
             self._follow(func, args, kwargs or {}, result)
         return result
 
-    def _begin_second(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Prepare an operator's second computation; None for operators without one, and for operators outside the step."""
-        if self.second is None or is_composite(func) or self._is_beside_the_step() or _called_by_us(sys._getframe(1)):
+    def _computing(self) -> Second | None:
+        """Return the second computation of the operator that runs; None for a part of a validation."""
+        if self.second is None or not self._is_beside_the_step():
+            return self.second
+        return self.second.of_optimizer if self.in_optimizer and not self.calls.any_running else None
+
+    def _begin_second(self, second: Second, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Prepare an operator's second computation; None for operators without one, and for our own."""
+        if is_composite(func) or _called_by_us(sys._getframe(1)):
             return None
         try:
-            return self.second.before(func, args, kwargs)
+            return second.before(func, args, kwargs)
         except Exception as error:
             self._second_failed(error)
             return None
 
-    def _end_second(self, pending: Any, result: Any) -> None:
+    def _end_second(self, second: Second, pending: Any, result: Any) -> None:
         try:
-            if self.second is not None:
-                self.second.after(pending, result, sys._getframe(1))
+            second.after(pending, result, sys._getframe(1))
         except Exception as error:
             self._second_failed(error)
 

@@ -27,7 +27,9 @@ from mpinspect.ranges.faults.measure.singularities import (
     Singular,
     applies_mask,
     infinite_operand,
+    is_packed,
     may_be_singular,
+    overflowed_pack,
     singular,
 )
 from mpinspect.ranges.kinds import ACTIVATION
@@ -185,9 +187,10 @@ class Examination(Measuring):
             near = [
                 node
                 for node in graph(starts, _NEAREST_NODES)
-                if may_be_singular(node) and numel_of(node) <= _MOST_ELEMENTS
+                if (may_be_singular(node) or is_packed(node)) and numel_of(node) <= _MOST_ELEMENTS
             ]
-            self._candidate = self._earliest(near)
+            packed = min(filter(None, map(overflowed_pack, near)), key=lambda each: each.order, default=None)
+            self._candidate = self._earliest(near) or packed
             if any(map(applies_mask, near)):
                 self._infinite = min(
                     filter(None, map(infinite_operand, near)), key=lambda each: each.order, default=None

@@ -1,26 +1,31 @@
-"""Flushing that no count shows: FP16 gradients divided by the loop itself or asked for, and an optimizer's FP16 states."""
+"""Flushing that no count shows: FP16 gradients divided by the loop itself or asked for, FP16 results that a
+tensor takes which persists, and an optimizer's FP16 states.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
-from mpinspect.ranges.faults.measure.twins import storage_key
-from mpinspect.ranges.records import DividedInHalf, FlushedState, GradientsUnderflow, Record
+from mpinspect.ranges.faults.measure.twins import reference, storage_key
+from mpinspect.ranges.records import DividedInHalf, FlushedResult, FlushedState, GradientsUnderflow, Record
 from mpinspect.runtime.user_line import innermost_line
 
 #: The least share of the gradients' elements, or of their sum of magnitudes, whose loss is recorded.
 _LEAST_LOST = 0.01
+#: The least share of an operator's non-zero results whose loss is recorded.
+_MOSTLY = 0.5
 #: Maximum number of parameters in a record.
 _MOST_NAMES = 200
 #: Maximum number of nodes of a graph that are searched for FP16.
@@ -68,9 +73,11 @@ class DividedGradients:
 
         Args:
             name: "mul" or "div".
-            given: the gradient and its factor or divisor.
+            given: the gradient and its factor or divisor; one of several numbers, such as a mask, is left out.
             before: the gradient's old values if the product was written in place.
         """
+        if isinstance(given[1], torch.Tensor) and given[1].numel() != 1:
+            return
         gradient, factor = given[0], _factor(name, given[1])
         if gradient.dtype is not torch.float16 or after.dtype is not torch.float16 or (factor and factor >= 1):
             return
@@ -98,7 +105,7 @@ class DividedGradients:
 
 def _factor(name: str, value: Any) -> float | None:
     """Return the number by which a product multiplies; None if it is unknown without waiting for a device."""
-    if isinstance(value, torch.Tensor) and (not value.is_cpu or value.numel() != 1):
+    if isinstance(value, torch.Tensor) and not value.is_cpu:
         return None
     if not isinstance(value, (torch.Tensor, int, float)):
         return None
@@ -106,6 +113,53 @@ def _factor(name: str, value: Any) -> float | None:
     if name == "mul":
         return number
     return 1 / number if number else None
+
+
+class Flushes:
+    """Follows mostly flushed FP16 results, outside of autograd, until a tensor takes them that persists from step to step."""
+
+    def __init__(self) -> None:
+        #: The records of all such results.
+        self.all: list[FlushedResult] = []
+        #: The records of those that a tensor which persists has taken.
+        self.taken: list[FlushedResult] = []
+        #: The flushed results, and those computed from them, by storage.
+        self._of: dict[int, tuple[StorageWeakRef, FlushedResult]] = {}
+
+    def made(self, value: torch.Tensor, local: torch.Tensor, describe: Callable[..., FlushedResult]) -> None:
+        """Judge an operator's result. Waits for the device.
+
+        Args:
+            value: the result.
+            local: the exact result of the same inputs, in FP32.
+            describe: makes a record of a class at this line, with figures.
+        """
+        if value.dtype is not torch.float16:
+            return
+        flushed = (value == 0) & (local != 0)
+        lost, of = int(flushed.sum()), int(torch.count_nonzero(local))
+        if lost and lost >= _MOSTLY * of:
+            largest = float(local.abs().mul_(flushed).max())
+            record = describe(FlushedResult, flushed=lost / of, elements=float(of), largest=largest)
+            self.all.append(record)
+            self._of[storage_key(value)] = reference(value), record
+
+    def passed_on(self, given: Iterable[Any], value: torch.Tensor, is_kept: bool) -> None:
+        """Follow flushed values from an operator's arguments into its result, which persists from step to step or not."""
+        if not self._of:
+            return
+        found = (self._of.get(storage_key(each)) for each in given if is_plain(each))
+        origin = next(filter(None, found), None)
+        if origin is None:
+            return
+        if is_kept:
+            self.taken.append(origin[1])
+        else:
+            self._of.setdefault(storage_key(value), (reference(value), origin[1]))
+
+    def most(self) -> list[FlushedResult]:
+        """Return the result with the most flushed elements."""
+        return sorted(self.all, key=lambda each: each.flushed * each.elements)[-1:]
 
 
 class AskedGradients(Measuring):

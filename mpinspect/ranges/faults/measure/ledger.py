@@ -214,6 +214,7 @@ def _scaler(scaler: Any) -> ScalerRecord:
     return ScalerRecord(
         type(scaler).__name__,
         bool(is_enabled()) if callable(is_enabled) else True,
+        device=str(getattr(scaler, "_device", "")),
         **{
             name: float(each)
             for name, each in settings

@@ -21,23 +21,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices
-from mpinspect.ranges.faults.measure.flushed import DividedGradients
+from mpinspect.ranges.faults.measure.flushed import DividedGradients, Flushes
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
+from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.powers import rows
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
 from mpinspect.ranges.faults.measure.twins import (
     TWIN_DTYPES,
+    Marks,
     Twins,
     distance,
     have_one_layout,
     is_equal,
     is_finite,
-    reference,
     storage_key,
 )
 from mpinspect.ranges.records import (
@@ -59,21 +59,21 @@ from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
 
-_NARROW = (torch.float16, torch.bfloat16)
+NARROW = (torch.float16, torch.bfloat16)
 #: Sums of many terms, whose rounding errors add up.
-_SUMS = frozenset(
+SUMS = frozenset(
     {
         *(aten.sum, aten.mean, aten.cumsum, aten.index_add, aten.index_add_, aten.index_put, aten.index_put_),
         *(aten._index_put_impl_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.var, aten.std),
         *(aten.linalg_vector_norm, aten.norm, aten.logsumexp, aten.var_mean, aten.embedding_dense_backward),
     }
 )
-_ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
 #: Losses that are differences, whose result is a single number.
 _LOSSES = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss})
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = (
-    _ADDITIONS
+    ADDITIONS
     | {aten.rsub, aten.lerp_}
     | _LOSSES
     | {
@@ -87,11 +87,13 @@ _LARGE_PRODUCT = 1 << 24
 _CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
 #: Operators that are infinite, or have an infinite derivative, at zero, and the place of the argument.
 _EDGES = {
-    **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.log, aten.log2, aten.reciprocal, aten.pow), 0),
+    **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.log, aten.log2, aten.log10, aten.reciprocal, aten.pow), 0),
     aten.div: 1,
 }
 #: Operators whose result has values of their first argument.
 _CARRYING = _CASTS | {aten.clamp, aten.clamp_min, aten.clamp_max, aten.relu, aten.abs}
+#: Operators whose result is zero, or much too small, if their argument is.
+_PASSING = _CASTS | {aten.mul, aten.div, aten.sqrt, aten.sum, aten.mean}
 #: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
 _DECIDING = frozenset(
     {
@@ -191,9 +193,14 @@ class SecondComputation:
         # One at a time: another thread may replace its model's gradients meanwhile.
         others = itertools.chain(stepped, (each.grad for _, each in self._parameters))
         left = [(name, each) for name, each in self._parameters if by_hand or not each.requires_grad]
-        self._kept = KeptSums(others, _narrow_storages(buffers), _narrow_storages(left))
+        self._kept = KeptSums(others, narrow_storages(buffers), narrow_storages(left))
         self._choices = Choices()
         self._divided = DividedGradients(self._parameters)
+        self._flushes = Flushes()
+        #: Recomputes the optimizer that is stepping; None while none is.
+        self.of_optimizer: SecondComputation | None = None
+        #: The name of operators outside of a backward.
+        self._phase = "forward"
         self._numbers = RoundedNumbers(self._kept.is_old)
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
@@ -219,7 +226,8 @@ class SecondComputation:
         #: By operator, the argument near zero that was furthest from its exact value.
         self._arguments: dict[str, RoundedArgument] = {}
         #: The lines of sums and differences, by the storage of their result.
-        self._lines_of: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._lines_of: Marks[str] = Marks()
+        self._origins = Origins()
         #: Additions of few elements, by line: each alone may be absorbed by chance.
         #: Each has the relative error of its result.
         self._repeated: defaultdict[str, list[tuple[AbsorbedOperand, float]]] = defaultdict(list)
@@ -241,7 +249,7 @@ class SecondComputation:
             if self._errors:
                 self._weigh(args)
             if self._choices:
-                self._choices.use(func, _leaves((*args, *kwargs.values())))
+                self._choices.use(func, leaves((*args, *kwargs.values())))
             rows_of = _rows(func, args)
             if rows_of is None:
                 return list(filter(None, [self._prepare(func, args, kwargs)]))
@@ -263,7 +271,7 @@ class SecondComputation:
         writes = schema.is_mutable
         if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
             return None
-        given = [each for each in _leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
+        given = [each for each in leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
         usable = {id(each): each for each in given if _may_have_twin(each)}
         tensors = list(usable.values())
         mutated = _mutated(func, args, kwargs)
@@ -271,13 +279,13 @@ class SecondComputation:
         is_copied = all(id(each) in usable for each in mutated) and not any(
             _is_strange(each) for each in given if id(each) not in usable
         )
-        if func.namespace != "aten" or _is_opaque(func, args) or not is_copied:
+        if not self._is_chosen(func) or func.namespace != "aten" or _is_opaque(func, args) or not is_copied:
             # A collective that ran twice would wait for other ranks, the user's own operators may have effects, and a
             # tensor that is written but has no twin would be written twice.
             self._forget(mutated)
             return None
         has_twin = any(self.twin(each) is not None for each in tensors)
-        is_narrow = any(each.dtype in _NARROW for each in tensors) or kwargs.get("dtype") in _NARROW
+        is_narrow = any(each.dtype in NARROW for each in tensors) or kwargs.get("dtype") in NARROW
         if not (has_twin or is_narrow or func.overloadpacket in SEARCHING):
             return None
         if self._is_used_up():
@@ -304,11 +312,15 @@ class SecondComputation:
             if func.overloadpacket in _AMPLIFYING:
                 before = self._errors_of(tensors)
         dtype = getattr((*args, None)[0], "dtype", None)
-        self._narrow = next((each.dtype for each in tensors if each.dtype in _NARROW), self._narrow)
+        self._narrow = next((each.dtype for each in tensors if each.dtype in NARROW), self._narrow)
         is_cast = func.overloadpacket in _CASTS and all(map(self._twins.is_cast, tensors))
-        is_changed = func.overloadpacket in CHANGING_IN_PLACE and dtype in _NARROW and _is_in_forward()
+        is_changed = func.overloadpacket in CHANGING_IN_PLACE and dtype in NARROW and _is_in_forward()
         old = args[0].detach().clone() if is_changed else None
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors), old)
+
+    def _is_chosen(self, func: Any) -> bool:
+        """Return whether to run an operator again; the results of others are taken as exact."""
+        return True
 
     def after(self, pending: Sequence[Pending], result: Any, frame: FrameType) -> None:
         """Run each operator again on the twins of its arguments, and compare the results."""
@@ -345,7 +357,7 @@ class SecondComputation:
             exact = _run(func, args, kwargs)
             self._compare_choices(pending, result, exact)
             twins = _plain(exact)
-            given = {storage_key(each) for each in _leaves(args) if isinstance(each, torch.Tensor)}
+            given = {storage_key(each) for each in leaves(args) if isinstance(each, torch.Tensor)}
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
                     if not place:
@@ -387,8 +399,8 @@ class SecondComputation:
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         operator = pending.func.overloadpacket
         # An operator that overwrites its arguments can be run again only once.
-        local = cache(partial(_local, pending, twin))
-        is_rounded = value.dtype in _NARROW and _is_in_forward()
+        local = cache(partial(local_result, pending, twin))
+        is_rounded = value.dtype in NARROW and _is_in_forward()
         if pending.exact is not None and _is_in_forward():
             self._compare_argument(pending, value)
         if not is_finite(value):
@@ -396,12 +408,17 @@ class SecondComputation:
             return
         if BornInfinite in self._found and _is_in_forward():
             self._compare_quotient(pending, value, twin)
-        if is_rounded and pending.node is None:
-            self._compare_kept(pending, value, local)
-        if operator in _SUMS and value.dtype in _NARROW:
+        if pending.node is None and _is_in_forward():
+            self._follow_flushed(pending, value, local)
+            if is_rounded:
+                self._compare_kept(pending, value, local)
+        if operator in SUMS and value.dtype in NARROW:
             self._compare_sum(pending, value, local())
-        elif operator in _AMPLIFYING:
-            if operator in _ADDITIONS and is_rounded:
+        if _is_in_forward():
+            operands, origin = _plain(pending.given[0]), partial(self._origin, pending, value)
+            self._origins.made(pending.func, operands, value, twin, local, origin)
+        if operator in _AMPLIFYING:
+            if operator in ADDITIONS and is_rounded:
                 self._compare_addition(pending, value, twin, local)
             if value.numel() >= _FEWEST_OF_ONE or operator in _LOSSES:
                 self._compare_errors(pending, value, twin)
@@ -409,10 +426,10 @@ class SecondComputation:
     def _compare_argument(self, pending: Pending, value: torch.Tensor) -> None:
         """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
         operator, given = pending.func.overloadpacket, pending.given[0]
-        if operator in _ADDITIONS or operator is aten.rsub:
-            self._lines_of[storage_key(value)] = reference(value), innermost_line(pending.frame)
-        elif operator in _CARRYING and _is_plain(given[0]) and storage_key(given[0]) in self._lines_of:
-            self._lines_of[storage_key(value)] = reference(value), self._lines_of[storage_key(given[0])][1]
+        if operator in ADDITIONS or operator is aten.rsub:
+            self._lines_of.put(value, innermost_line(pending.frame))
+        elif operator in _CARRYING and _is_plain(given[0]) and (line := self._lines_of.of(given[0])):
+            self._lines_of.put(value, line)
         is_smooth = operator is aten.pow and not (isinstance(given[1], (int, float)) and given[1] < 1)
         if operator not in _EDGES or is_smooth or not _is_plain(argument := given[_EDGES[operator]]):
             return
@@ -424,9 +441,18 @@ class SecondComputation:
         if not elements or (name in self._arguments and elements <= self._arguments[name].elements):
             return
         figures = {"given": float(argument.flatten()[worst]), "exact": float(exact.flatten()[worst])}
-        record = self._record(RoundedArgument, pending, argument, elements=elements, of=error.numel(), **figures)
-        _, difference = self._lines_of.get(storage_key(argument), (None, ""))
-        self._arguments[name] = replace(record, names=(*record.names, difference))
+        line = self._lines_of.of(argument) or ""
+        figures |= {"elements": elements, "of": error.numel()}
+        self._arguments[name] = self._record(RoundedArgument, pending, argument, line, **figures)
+
+    def _follow_flushed(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
+        """Follow values that FP16 has flushed into a tensor that persists from step to step."""
+        args, operator = pending.given[0], pending.func.overloadpacket
+        is_kept = pending.func._schema.is_mutable and self._kept.keeps(args[0])
+        if is_kept or operator in _PASSING:
+            self._flushes.passed_on(args[is_kept:], value, is_kept)
+        if value.dtype is torch.float16 and not is_kept:
+            self._flushes.made(value, local(), partial(self._record, pending=pending, result=value))
 
     def _compare_kept(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
         """Judge a change of a tensor that persists from step to step."""
@@ -455,17 +481,12 @@ class SecondComputation:
         """Record infinities and NaNs: which are of the precision, and which the exact computation has too."""
         broken, of = ~value.isfinite(), float(value.numel())
         born, of_precision = broken & local.isfinite(), broken & twin.isfinite()
-        if bool(born.any()) and value.dtype in _NARROW:
-            largest = float(local[born].abs().max())
-            self._add(BornInfinite, pending, value, elements=float(born.sum()), of=of, largest=largest)
-            if self._exponent is not None and pending.func.overloadpacket in _CASTS:
-                exponent, line = self._exponent
-                record = self._found[BornInfinite].pop()
-                self._found[BornInfinite].append(replace(record, exponent=exponent, names=(*record.names, line)))  # type: ignore[call-arg]
+        if bool(born.any()) and value.dtype in NARROW:
+            self._born(pending, value, born, largest=float(local[born].abs().max()))
         elif self._found.get(BornInfinite):
             return
         elif bool(of_precision.any()):
-            self._add(BornInfinite, pending, value, elements=float(of_precision.sum()), of=of, largest=0.0)
+            self._born(pending, value, of_precision, largest=0.0)
         else:
             # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take.
             broken &= value != -torch.inf
@@ -473,15 +494,28 @@ class SecondComputation:
                 # An operator that overwrote its input can't show it.
                 is_seen = not pending.func._schema.is_mutable
                 from_finite = is_seen and all(map(is_finite, _plain(pending.given[0])))
-                elements = float(broken.sum())
-                self._add(BrokenAlike, pending, value, elements=elements, of=of, from_finite=from_finite)
+                figures = {"elements": float(broken.sum()), "of": of, "from_finite": from_finite}
+                self._found[BrokenAlike].append(self._record(BrokenAlike, pending, value, **figures))
+
+    def _born(self, pending: Pending, value: torch.Tensor, where: torch.Tensor, largest: float) -> None:
+        """Record an infinity or NaN of the precision, with the operators before it that lead to it."""
+        figures = {"elements": float(where.sum()), "of": float(value.numel()), "largest": largest}
+        line, operands = "", _plain(pending.given[0])
+        names: tuple[str, ...] = ()
+        if self._exponent is not None and largest and pending.func.overloadpacket in _CASTS:
+            figures["exponent"], line = self._exponent
+        elif _is_in_forward() and not largest:
+            names = self._origins.of(operands)
+        elif _is_in_forward() and (near := self._origins.of_overflow(operands, largest)):
+            names, figures["near"] = near.names, near.largest
+        self._found[BornInfinite].append(self._record(BornInfinite, pending, value, line, *names, **figures))
 
     def _compare_quotient(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         """Record an infinity that 16 bits have made and whose quotients are zero: finite, and all values lost."""
         is_zero = (value == 0) & (twin.abs() >= torch.finfo(value.dtype).tiny)
         if not bool(is_zero.any()):
             return
-        both = zip(_leaves(pending.given[0]), _leaves(pending.arguments[0]), strict=True)
+        both = zip(leaves(pending.given[0]), leaves(pending.arguments[0]), strict=True)
         divisors = [each.isinf() & exact.isfinite() for each, exact in both if _is_plain(each) and _is_plain(exact)]
         infinite = next((each for each in divisors if bool(each.any())), None)
         norms, of = self._found[OverflowedNorm], 0 if infinite is None else infinite.numel()
@@ -557,7 +591,8 @@ class SecondComputation:
             worst = int(differ.argmax())
             given, wanted = float(value.flatten()[worst]), float(exact.flatten()[worst])
             changed, of = float(differ.count_nonzero()), float(value.numel())
-            self._add(ChangedIntegers, pending, value, changed=changed, of=of, given=given, exact=wanted)
+            record = self._record(ChangedIntegers, pending, value, changed=changed, of=of, given=given, exact=wanted)
+            self._found[ChangedIntegers].append(record)
 
     def _compare_choices(self, pending: Pending, result: Any, exact: Any) -> None:
         """Record integers and masks that follow from rounding errors."""
@@ -574,7 +609,7 @@ class SecondComputation:
             self._choices.rounded(result, given[0], pending.arguments[0][0])
         if operator not in CHOOSING | _DECIDING:
             return
-        for value, wanted in zip(_leaves([result]), _leaves([exact]), strict=True):
+        for value, wanted in zip(leaves([result]), leaves([exact]), strict=True):
             if _is_integer(value) or value.dtype is torch.bool:
                 self._choices.chosen(given[0], value, wanted, table, describe)
 
@@ -583,23 +618,25 @@ class SecondComputation:
         inherited = _relative(value, twin)
         if not inherited >= _CANCELLED:
             return
-        before = self._errors_of(_leaves(pending.given[0])) if pending.before is None else pending.before
+        before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
         if before <= _UNCANCELLED:
             off = value.float() - twin
-            self._add(AmplifiedError, pending, value, off, before=before, after=inherited)
+            origin = self._origins.of([value]) if _is_in_forward() else ()
+            self._add(AmplifiedError, pending, value, off, *origin, before=before, after=inherited)
 
     def _add(
         self,
         kind: type[Any],
         pending: Pending,
         result: torch.Tensor,
-        off: torch.Tensor | None = None,
+        off: torch.Tensor,
+        *names: str,
         **figures: float,
     ) -> None:
-        """Record an operator's result; ``off``: its error, if the error's effect on the loss may become known."""
-        record = self._record(kind, pending, result, **figures)
+        """Record an operator's result; ``off``: its error, whose effect on the loss may become known."""
+        record = self._record(kind, pending, result, *names, **figures)
         self._found[kind].append(record)
-        if off is not None and pending.node is not None and self._errors_bytes + off.nbytes <= _MOST_ERRORS:
+        if pending.node is not None and self._errors_bytes + off.nbytes <= _MOST_ERRORS:
             self._errors[pending.node] = off
             self._errors_bytes += off.nbytes
             self._nodes[id(record)] = pending.node
@@ -622,13 +659,19 @@ class SecondComputation:
         """Return how much a record's error changes the loss, to first order; None if that is unknown."""
         return self._effects.get(self._nodes.get(id(record), -1))
 
-    def _record(self, kind: type[Any], pending: Pending, result: torch.Tensor, **figures: Any) -> Any:
+    def _origin(self, pending: Pending, result: torch.Tensor) -> tuple[str, ...]:
+        """Return the operator, line, module and dtype of a result."""
+        record = self._record(Record, pending, result)
+        return *record.names[:2], record.name, record.text
+
+    def _record(self, kind: type[Any], pending: Pending, result: Any, *names: str, **figures: Any) -> Any:
+        """Return a record of an operator; ``names``: those that follow the operator, its line and its phase."""
         node = torch._C._current_autograd_node()
         if node is None:
-            module, phase = self._module(), "forward"
+            module, phase = self._module(), self._phase
         else:
             module, phase = self._modules.get(node._sequence_nr(), ""), "backward"
-        names = (pending.func.overloadpacket.__name__, innermost_line(pending.frame), phase)
+        names = (pending.func.overloadpacket.__name__, innermost_line(pending.frame), phase, *names)
         # The dtype in which numbers were rounded before they became integers.
         is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
         rounded = result.dtype if is_float else pending.dtype
@@ -642,7 +685,7 @@ class SecondComputation:
         worst, whose = self._gradients_error()
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
-        found = [*self._kept.records(), *self._divided.records()]
+        found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
@@ -723,7 +766,7 @@ class SecondComputation:
     def _keep_cast(self, pending: Pending, value: torch.Tensor) -> bool:
         """Let the result of a cast have the FP32 values of its argument. Return False if it needs a copy."""
         source, twin = pending.given[0][0], pending.arguments[0][0]
-        is_exact = not _is_plain(source) or (source.dtype in _NARROW and self.twin(source) is None)
+        is_exact = not _is_plain(source) or (source.dtype in NARROW and self.twin(source) is None)
         if is_exact or not value.numel() or not have_one_layout(value, twin):
             return False
         self._compare(pending, value, twin)
@@ -746,9 +789,9 @@ class SecondComputation:
         self._twins.forget(each for each in results if _is_plain(each) or _is_decision(each))
 
 
-def _narrow_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
+def narrow_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
     """Return the names of the 16-bit tensors by storage."""
-    return {storage_key(each): name for name, each in tensors if _is_plain(each) and each.dtype in _NARROW}
+    return {storage_key(each): name for name, each in tensors if _is_plain(each) and each.dtype in NARROW}
 
 
 def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:
@@ -774,7 +817,7 @@ def _suits_onednn(*operands: torch.Tensor) -> bool:
     return is_large and is_linear and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
-def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
+def local_result(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
     """Return an operator's first result in FP32, from its arguments as they are."""
     if pending.exact is None:
         return twin
@@ -787,7 +830,7 @@ def _local(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
 def _operands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
     """Return the two tensors whose sum an operator has made, in FP32; a number as a tensor without dimensions."""
     args, kwargs = pending.exact or pending.arguments
-    if pending.old is not None and pending.func.overloadpacket not in _ADDITIONS:
+    if pending.old is not None and pending.func.overloadpacket not in ADDITIONS:
         return [pending.old.float(), total - pending.old.float()]
     operands = [torch.as_tensor(each, dtype=torch.float32, device=total.device) for each in args[:2]]
     if pending.old is not None:
@@ -814,7 +857,7 @@ def _running_sums(repeated: Iterable[list[tuple[AbsorbedOperand, float]]]) -> It
 
 
 def _with_gradients(record: Any, error: float | None, whose: str) -> Record:
-    found: Record = replace(record, gradients_error=error, names=(*record.names, whose))
+    found: Record = replace(record, gradients_error=error, names=(*record.names[:3], whose, *record.names[3:]))
     return found
 
 
@@ -870,11 +913,11 @@ def _is_opaque(func: Any, args: tuple[Any, ...]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.dtype is torch.uint8 for each in args)
 
 
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+def leaves(values: Iterable[Any]) -> Iterator[Any]:
     """Yield an operator's arguments or results, those of its lists too."""
     for each in values:
         if isinstance(each, (list, tuple)):
-            yield from _leaves(each)
+            yield from leaves(each)
         else:
             yield each
 
@@ -893,7 +936,7 @@ def _mapped(
 
 
 def _plain(result: Any) -> list[torch.Tensor]:
-    return [each for each in _leaves((result,)) if _is_plain(each)]
+    return [each for each in leaves((result,)) if _is_plain(each)]
 
 
 def _fits(tensors: list[torch.Tensor]) -> bool:
@@ -917,7 +960,7 @@ def _wide(value: Any, is_mutated: bool) -> Any:
 def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that an operator writes to."""
     given = [(*args[place:], kwargs.get(name))[0] for place, name in _written(func)]
-    return [each for each in _leaves(given) if isinstance(each, torch.Tensor)]
+    return [each for each in leaves(given) if isinstance(each, torch.Tensor)]
 
 
 @cache

@@ -17,6 +17,7 @@ from mpinspect.ranges.capture import optimizer_steps, scalers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import LATER_STEPS, StepChoice, StepClock
 from mpinspect.ranges.capture.weights import RarerWork
+from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.runtime.dispatch import doubt, obstacle
@@ -77,7 +78,7 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs every operator unchanged, then has it computed a second time and its loss scale followed.
 
     Args:
-        second: computes the operators of forwards and backwards.
+        second: computes the operators of forwards and backwards, and its ``of_optimizer`` those of an optimizer.
         running: knows the running modules.
         powers: sees all operators, the optimizer's too.
         failed: called with an exception of either, which then sees no more; None lets it pass.
@@ -113,7 +114,7 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A forked child, such as a worker that loads data, has the mode on its stack as well.
         if self.is_over or getattr(func, "_schema", None) is None or os.getpid() != self._process:
             return func(*args, **kwargs)
-        second = None if self._is_beside_the_step() else self._second
+        second = self._computing()
         pending = second and self._attempt(second.before, func, args, kwargs)
         result = func(*args, **kwargs)
         if second is not None and pending:
@@ -122,11 +123,13 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._attempt(self._powers.ran, func, args, kwargs, result, sys._getframe(1), self.in_optimizer)
         return result
 
-    def _is_beside_the_step(self) -> bool:
-        """Return whether an operator is the optimizer's own arithmetic, or part of a validation."""
-        if torch._C._current_autograd_node() is not None:
-            return False
-        return self._running.evaluates or (self.in_optimizer and not self._running.depth)
+    def _computing(self) -> SecondComputation | None:
+        """Return the second computation of the operator that runs; None for a part of a validation."""
+        if self._second is None or torch._C._current_autograd_node() is not None:
+            return self._second
+        if self.in_optimizer and not self._running.depth:
+            return self._second.of_optimizer
+        return None if self._running.evaluates else self._second
 
     def _attempt(self, function: Callable[..., Any], *args: Any) -> Any:
         try:
@@ -161,7 +164,7 @@ class SecondSteps(Guarded):
         self._thread = threading.get_ident()
         self._step = -1
         self._running = RunningModules()
-        self._second: SecondComputation | None = None
+        self._second: WholeStep | None = None
         self._powers: PowersOfScale | None = None
         #: The mode of the step that is computed twice, or one below a mode that the script has entered since.
         self._mode: Twice | None = None
@@ -197,11 +200,15 @@ class SecondSteps(Guarded):
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark the following operators as the optimizer's."""
         self._in_optimizer(True)
+        if self._second is not None and threading.get_ident() == self._thread:
+            self._second.optimizer_steps(optimizer)
 
     @guarded
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step, if this was its last optimizer."""
         self._in_optimizer(False)
+        if self._second is not None and threading.get_ident() == self._thread:
+            self._second.optimizer_stepped()
         self._step_may_have_ended()
 
     @guarded
@@ -237,7 +244,7 @@ class SecondSteps(Guarded):
             self._recording.note(f"no step was computed twice: {reason}")
             return
         parameters = list(self._model.named_parameters())
-        self._second = SecondComputation(self._running.path, parameters, self._model.named_buffers())
+        self._second = WholeStep(self._running.path, parameters, self._model.named_buffers())
         self._powers = PowersOfScale(self._running.path, parameters)
         self._running.follow(self._model)
         self._mode = Twice(self._second, self._running, self._powers, self._failed)

@@ -7,13 +7,14 @@ division of a row by its own zero norm, or a softmax of a row of -inf, also in c
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of
+from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.records import ROUNDED_DIFFERENCE
 from mpinspect.ranges.session import MOST_ROWS
 
@@ -113,12 +114,41 @@ def is_packed(node: Any) -> bool:
 
     Returns False if torch is too old to have this.
     """
+    return any(getattr(each, "unpack_hook", None) is not None for each in _raw(node))
+
+
+def overflowed_pack(node: Any) -> Singular | None:
+    """Return the infinities and NaNs of a saved tensor that hooks have packed in a dtype narrower than the node's result.
+
+    Reads the packed tensors without unpacking them. Waits for the GPU.
+    """
+    dtype = dtype_of(node)
+    hooked = [each for each in _raw(node) if getattr(each, "unpack_hook", None) is not None]
+    for kept in _leaves([getattr(each, "data", None) for each in hooked]):
+        if dtype is None or not isinstance(kept, torch.Tensor) or kept.dtype.itemsize >= dtype.itemsize:
+            continue
+        where = ~kept.float().isfinite()
+        if bool(where.any()):
+            what = f"that hooks packed in {dtype_name(kept.dtype)}, where it is not finite"
+            operator = f"the gradient of {operator_of(node)} from a saved tensor"
+            return Singular("argument", operator, what, int(where.sum()), Rows.where(where), node._sequence_nr())
+    return None
+
+
+def _raw(node: Any) -> list[Any]:
+    """Return a node's saved tensors before any hook unpacks them."""
     kind = type(node)
     if kind not in _RAW:
         _RAW[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    kept = [getattr(node, name) for name in _RAW[kind]]
-    each_of = [each for raw in kept for each in (raw if isinstance(raw, (tuple, list)) else (raw,))]
-    return any(getattr(each, "unpack_hook", None) is not None for each in each_of)
+    return list(_leaves(getattr(node, name) for name in _RAW[kind]))
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from _leaves(each)
+        else:
+            yield each
 
 
 #: By type of node, the attributes with its saved tensors before any hook unpacks them.

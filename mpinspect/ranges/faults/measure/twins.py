@@ -7,7 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -147,6 +147,28 @@ def _died(twins: weakref.ref[Twins], key: int, storage: Any) -> None:
     those = twins()
     if those is not None:
         those._drop(key)
+
+
+_Mark = TypeVar("_Mark")
+
+
+class Marks(Generic[_Mark]):
+    """Remembers one thing of each storage. A key stays reserved, so that no later storage takes over a mark."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[StorageWeakRef, _Mark]] = {}
+
+    def of(self, tensor: torch.Tensor) -> _Mark | None:
+        """Return the mark of a tensor's storage."""
+        return self._of.get(storage_key(tensor), (None, None))[1]
+
+    def put(self, tensor: torch.Tensor, mark: _Mark | None) -> None:
+        """Mark a tensor's storage; None removes its mark."""
+        key = storage_key(tensor)
+        if mark is None:
+            self._of.pop(key, None)
+        else:
+            self._of[key] = reference(tensor), mark
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -175,9 +175,11 @@ def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
     """A softmax or an attention in which a mask hides every element of a row.
 
     False alarms: A softmax is reported only if the autograd graph shows a mask just before it; scores that are -inf for
-    another reason are not reported.
+    another reason are not reported, nor any if a step computed twice shows an infinity of rounding in the same module.
     """
     for measured in case.recorded(ExaminedMask):
+        if _is_infinity_of_rounding(case, measured):
+            return
         words = {
             "count": int(measured.elements),
             "places": bracketed(_rows(measured, "index", "indices", "the first dimension")),
@@ -185,6 +187,14 @@ def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
         }
         yield _examined(case, measured, [_Mask.ROWS], (_Mask.KEEP_A_KEY, _Mask.CAUSES), _Mask.UNMASK, words)
         return
+
+
+def _is_infinity_of_rounding(case: Case, mask: ExaminedMask) -> bool:
+    """Return whether rounding makes infinities in a mask's module that FP32 does not have: a mask has its own in both."""
+    module = _module(case, mask)
+    return any(
+        (each.name, each.names[2], each.largest) == (module, "forward", 0) for each in case.recorded(BornInfinite)
+    )
 
 
 class _ZeroRow(Sentences):
@@ -252,6 +262,10 @@ class _Argument(Sentences):
     CLASS_WEIGHTS = (
         "Look at how the weights are made: dividing by the count of a class that never occurs gives infinity."
     )
+    PACK_WIDER = (
+        "Pack saved tensors in BF16, which has FP32's range, or scale them: the forward is right, but its backward computes with "
+        "the packed values."
+    )
     LOG_SOFTMAX = (
         "Take log_softmax of the logits: it is finite, and so is its gradient. A clamp would be finite too, but gives the "
         "clamped elements no gradient."
@@ -275,6 +289,7 @@ class _ArgumentCode(Sentences):
         "    difference = (a.float() - b.float()).clamp_min(1e-6)\n"
         "    # distances: torch.cdist(a.float(), b.float())"
     )
+    PACK_WIDER = "packed = tensor.to(torch.bfloat16)  # in the pack hook of torch.autograd.graph.saved_tensors_hooks"
     LOG_SOFTMAX = "log_probabilities = torch.log_softmax(logits, -1)"
     LOG = "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"
     SQRT = "(x + 1e-12).sqrt()"
@@ -292,6 +307,7 @@ class _ArgumentCode(Sentences):
 CONSTANT = "with a constant"
 #: The remedy for each word that the operation's description may contain; the first one that it contains counts.
 _REMEDIES = {
+    "hooks packed": (_Argument.PACK_WIDER, _ArgumentCode.PACK_WIDER),
     "rounded to 16 bits": (_Argument.ROUNDED_DIFFERENCE, _ArgumentCode.ROUNDED_DIFFERENCE),
     "ignored": (_Argument.COUNT_TARGETS, _ArgumentCode.COUNT_TARGETS),
     "CTC": (_Argument.CTC, _ArgumentCode.CTC),
@@ -325,7 +341,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         fix, code = next(
             (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
         )
-        rounded = _of_operation(case.recorded(RoundedArgument), measured)
+        rounded = of_operation(case.recorded(RoundedArgument), measured)
         difference = rounded.names[-1] if rounded else ""
         if difference and fix is _Argument.AT_AN_EDGE:
             fix, code = _REMEDIES["rounded to 16 bits"]
@@ -368,7 +384,7 @@ def _is_origin_known(case: Case) -> bool:
 _DESCRIBED = {
     "div": "division",
     "exp": "exp",
-    "log": "logarithm",
+    **dict.fromkeys(("log", "log2", "log10"), "logarithm"),
     "mul": "product",
     "pow": "power",
     "reciprocal": "1 / x",
@@ -380,11 +396,11 @@ _DESCRIBED = {
 def _line(case: Case, measured: Examined) -> str:
     """Return the line of the operation in the user's code, if a step in which it is singular was computed twice."""
     kinds: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, RoundedArgument)
-    found = _of_operation((record for kind in kinds for record in case.recorded(kind)), measured)
+    found = of_operation((record for kind in kinds for record in case.recorded(kind)), measured)
     return found.names[1] if found else ""
 
 
-def _of_operation(records: Iterable[AnyRecord], measured: Examined) -> AnyRecord | None:
+def of_operation(records: Iterable[AnyRecord], measured: Examined) -> AnyRecord | None:
     """Return the first record of a step computed twice that belongs to the same operation of a forward."""
     for record in records:
         operator, _, phase = record.names[:3]

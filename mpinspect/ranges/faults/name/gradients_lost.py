@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from mpinspect.numeric.formats import FLOAT16
+from mpinspect.numeric.formats import BFLOAT16, FLOAT16
+from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, Case, FP32Weights, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
@@ -16,6 +17,7 @@ from mpinspect.ranges.records import (
     MastersNotCopied,
     NeverUpdated,
     Stale,
+    Standstill,
     StepsStopped,
 )
 from mpinspect.reporting.sentences import Sentences
@@ -23,6 +25,8 @@ from mpinspect.reporting.words import filled
 
 #: Fewest backwards without an update that count as a training that never updates.
 _FEWEST_BACKWARDS = 3
+#: Fewest steps that must leave the weights as they are.
+_FEWEST_STILL = 8
 #: A smaller factor is not clipping: it makes the gradients too small to learn from.
 _NOTHING = 1e-6
 
@@ -112,6 +116,59 @@ def _steps_stopped(case: Case) -> Iterator[Found]:
             step=measured.step,
             is_inferred=True,
         )
+
+
+class _Still(Sentences):
+    UNCHANGED = (
+        "The weights have not changed after step {step}, although {optimizer} stepped {steps:count time} since with a learning "
+        "rate other than 0."
+    )
+    SAME_LOSS = "The loss is {loss:.6g} to the last bit in all {losses:.0f} measured steps since."
+    LINE_SEARCH = (
+        "Its line search finds no smaller loss: the forward is computed in {format:format}, where the losses and gradients of "
+        "near points differ by rounding alone."
+    )
+    FP32_CLOSURE = "Compute the closure in FP32: L-BFGS needs exact losses and gradients."
+    READ_UPDATE = "Read one update: the gradients, the learning rate, and the spacing of the weights' dtype."
+    CLOSURE = (
+        "def closure():\n"
+        "    optimizer.zero_grad()\n"
+        "    with torch.autocast(device_type, enabled=False):\n"
+        "        loss = loss_fn(model(x.float()), target)\n"
+        "    loss.backward()\n"
+        "    return loss"
+    )
+
+
+def _stands_still(case: Case) -> Iterator[Found]:
+    """FP32 weights that no step changes any more up to the run's end, in a run that computes in 16 bits.
+
+    A few elements of each weight are compared at the ends of measured steps and of the run, over at least eight steps. Steps with
+    a learning rate of 0 do not count, nor runs in which these elements have no gradient.
+
+    False alarms: A line search that has reached the minimum of the rounded loss is reported; in FP32 it may find a lower one.
+    """
+    format, found = run_format(case.session), next(case.recorded(Standstill), None)
+    if found is None or format not in (FLOAT16, BFLOAT16):
+        return
+    # A scaler may skip a fused optimizer's step on the device.
+    if found.steps - case.progress.skipped_steps < _FEWEST_STILL:
+        return
+    types = {optimizer.type for optimizer in case.precision.optimizers}
+    is_line_search = types == {"LBFGS"}
+    yield Found.of(
+        case,
+        [found],
+        (
+            _Still.UNCHANGED,
+            _Still.SAME_LOSS.when(found.loss is not None and found.losses > 1),
+            _Still.LINE_SEARCH.when(is_line_search),
+        ),
+        _Still.FP32_CLOSURE.when(is_line_search) or _Still.READ_UPDATE,
+        _Still.CLOSURE.when(is_line_search),
+        words={"optimizer": " and ".join(sorted(types)), "format": format.name, "steps": int(found.steps)},
+        is_inferred=is_line_search,
+    )
 
 
 # -- gradients that became zero -----------------------------------------------------------------------------------------
@@ -324,6 +381,7 @@ def _stale(case: Case) -> Iterator[Found]:
 
 NEVER_UPDATED = Fault("never-updated", "error", _never_updated, (_Never, Inspect))
 STEPS_STOPPED = Fault("steps-stopped", "warning", _steps_stopped, (_Stopped,))
+STANDS_STILL = Fault("weights-stand-still", "warning", _stands_still, (_Still,))
 GONE = (
     Fault("gradients-clipped-to-zero", "error", _clipped_to_zero, (_Clipped, FP32Weights), ("non-finite-event",)),
     Fault("gradients-zeroed", "error", _zeroed, (_Zeroed,)),

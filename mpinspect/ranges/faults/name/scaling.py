@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -685,6 +686,11 @@ def _scaler_of_no_use(case: Case) -> Iterator[Found]:
 
 class _Missing(Sentences):
     NO_SCALER = "The run computes in FP16 and no GradScaler was seen."
+    DISABLED_ELSEWHERE = (
+        "The run computes in FP16 and its {scaler} is disabled: it was made for {made_for}{unless_given}, and the model is on "
+        "{devices}. PyTorch disables a scaler whose device is not available, and its scale() returns the loss as it is."
+    )
+    DISABLED = "The run computes in FP16 and its {scaler} is disabled: its scale() returns the loss as it is."
     BY_HAND = (
         "The gradients that its optimizer gets are {times} times smaller than the backward's, as in a loop that multiplies its "
         "loss by a scale by hand{clips}: the scale is not known{nor_skips}."
@@ -711,11 +717,25 @@ class _Missing(Sentences):
     )
     FOR_SCALER = "Keep FP32 weights: GradScaler refuses FP16 gradients."
     AUTOCAST_BF16 = "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = ..."
+    FOR_DEVICE = "Make the scaler for the device of the model{room}."
+    ENABLE = "Make the scaler with enabled=True{room}."
+    ENABLED = "scaler = torch.amp.GradScaler(device_type, enabled=True)"
+    ENABLED_AT = "scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{log2_start}, enabled=True)"
+    ON_DEVICE = 'scaler = torch.amp.GradScaler("{device}")'
+    ON_DEVICE_AT = 'scaler = torch.amp.GradScaler("{device}", init_scale=2.0**{log2_start})'
     SCALED_STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
 
 
+#: By the sentence on the scaler: the change, and the line that makes the scaler, without and with an initial scale.
+_MADE: dict[_Missing, tuple[_Missing, _Missing | _Scaler, _Missing | _Scaler]] = {
+    _Missing.NO_SCALER: (_Missing.SCALE, _Scaler.NEW, _Scaler.BEGINNING_AT),
+    _Missing.DISABLED_ELSEWHERE: (_Missing.FOR_DEVICE, _Missing.ON_DEVICE, _Missing.ON_DEVICE_AT),
+    _Missing.DISABLED: (_Missing.ENABLE, _Missing.ENABLED, _Missing.ENABLED_AT),
+}
+
+
 def _scaler_missing(case: Case) -> Iterator[Found]:
-    """An FP16 run in which no scaled loss was seen.
+    """An FP16 run in which no scaled loss was seen, or whose scaler is disabled.
 
     False alarms: A loop that scales by hand looks the same until the inspector is given the scale. If all gradients reach the
     optimizer or its masters divided by one factor, the finding is information.
@@ -734,6 +754,19 @@ def _scaler_missing(case: Case) -> Iterator[Found]:
         yield _unskipped(overflowed, case)
     else:
         yield _unscaled(dropped, case)
+
+
+def _disabled(case: Case) -> tuple[_Missing, dict[str, object]]:
+    """Return the sentence on the missing scaler, and its words: the scaler may be there and disabled."""
+    scaler = next(iter(case.precision.scalers), None)
+    if scaler is None:
+        return _Missing.NO_SCALER, {}
+    devices = case.session.info.devices
+    is_elsewhere = bool(scaler.device and devices) and scaler.device not in devices
+    device = re.split(r"\W", devices)[0]
+    unless = ", the default of torch.amp.GradScaler()" * (scaler.device == "cuda")
+    words: dict[str, object] = {"scaler": scaler.type, "made_for": scaler.device, "devices": devices, "device": device}
+    return _Missing.DISABLED_ELSEWHERE.when(is_elsewhere) or _Missing.DISABLED, {**words, "unless_given": unless}
 
 
 def crowded(gradients: Iterable[LayerReport]) -> dict[TensorKey, Visibility]:
@@ -759,10 +792,12 @@ def _scaled_by_hand(divisors: tuple[float, float], dropped: Event | None, case: 
     if least != most:
         times = f"{least} to {most}"
         clips = ", which it changes" if all(map(is_power_of_two, divisors)) else ", and may clip"
+    no_scaler, words = _disabled(case)
     return Found(
-        (_Missing.NO_SCALER, _Missing.BY_HAND),
+        (no_scaler, _Missing.BY_HAND),
         {"backwards": case.progress.backwards, "least": divisors[0], "most": divisors[1]},
         {
+            **words,
             "times": times,
             "clips": clips,
             "nor_skips": ", nor whether the loop skips steps that overflow" * (not dropped),
@@ -783,10 +818,11 @@ def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
     first = next((event for event in overflowed if event.story == TAKEN), overflowed[0])
     is_stepped = first.story == TAKEN and not survived(first, case.session)
     in_half = FLOAT16.name in case.precision.weights
+    no_scaler, words = _disabled(case)
     return Found(
-        (_Missing.NO_SCALER, _Missing.STEPPED_ON_OVERFLOW.when(is_stepped) or _Missing.OVERFLOWED),
+        (no_scaler, _Missing.STEPPED_ON_OVERFLOW.when(is_stepped) or _Missing.OVERFLOWED),
         _evidence(case),
-        {"broken_step": first.step},
+        {**words, "broken_step": first.step},
         (_Missing.FP32_WEIGHTS.when(in_half), _Missing.IN_BF16),
         FP32Weights.IN_BF16.when(in_half) or _Missing.AUTOCAST_BF16,
     )
@@ -794,13 +830,14 @@ def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
 
 def _unscaled(dropped: Event | None, case: Case) -> Found:
     zeros, crowd = always_zero(case.totals), [key.name for key in crowded(case.layers)]
+    no_scaler, words = _disabled(case)
     says = (
-        _Missing.NO_SCALER,
+        no_scaler,
         _Missing.FLUSHES_AND_DROPS.when(dropped) or _Missing.FLUSHES,
         _Missing.ZEROS.when(zeros),
         _Missing.CROWD.when(crowd),
     )
-    words = {"broken_step": dropped and dropped.step, "zeros": grouped(zeros), "crowd": crowd}
+    words |= {"broken_step": dropped and dropped.step, "zeros": grouped(zeros), "crowd": crowd}
     if case.precision.has_masters:
         # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
         return Found(says, _evidence(case), words, _Missing.SKIP_BY_HAND)
@@ -813,12 +850,17 @@ def _unscaled(dropped: Event | None, case: Case) -> Found:
         below = f"{HEADROOM} powers of two below the largest at which nothing seen overflows; less may do"
         room = f" (begin at 2^{log2}, {below})" * has_start
     in_half = FLOAT16.name in case.precision.weights
+    fix, new, begin = _MADE[no_scaler]
     return Found(
         says,
         _evidence(case),
         {**words, "room": room, "log2_start": log2},
-        (_Missing.FOR_SCALER.when(in_half), _Missing.SCALE),
-        (FP32Weights.IN_FP16.when(in_half), _Scaler.BEGINNING_AT.when(has_start) or _Scaler.NEW, _Missing.SCALED_STEP),
+        (_Missing.FOR_SCALER.when(in_half), fix),
+        (
+            FP32Weights.IN_FP16.when(in_half),
+            begin.when(has_start) or new,
+            _Missing.SCALED_STEP.when(fix is _Missing.SCALE),
+        ),
     )
 
 

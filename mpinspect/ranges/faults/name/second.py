@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
-from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD
+from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD, of_operation
 from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
@@ -17,11 +19,15 @@ from mpinspect.ranges.records import (
     BrokenAlike,
     ChangedChoices,
     ChangedIntegers,
+    DividedInHalf,
     ExaminedArgument,
+    FlushedResult,
     FrozenBuffer,
     GrowingSum,
     LostSum,
     Record,
+    RoundedArgument,
+    RoundedConstant,
 )
 from mpinspect.ranges.session import Event, module_named
 from mpinspect.reporting.sentences import Said, Sentences
@@ -42,6 +48,8 @@ _LEAST_BRANCH = 2.0**-6
 _Placed = TypeVar("_Placed", bound=Record)
 
 _OUTSIDE = "code outside of modules"
+#: The beginning of the phase of an optimizer's operators.
+_STEP_OF = "step of "
 #: Operators whose names say little.
 _IN_WORDS = {
     "_to_copy": "a cast",
@@ -72,6 +80,8 @@ def _place(record: Record) -> dict[str, object]:
     place = (module and module + bracketed(line)) or line or _OUTSIDE
     if phase == "backward":
         place = f"the backward of {module or _OUTSIDE}"
+    if optimizer := _optimizer_of(record):
+        place = f"{optimizer}'s step{bracketed(line)}"
     return {
         "operator": operator,
         "place": place,
@@ -79,6 +89,25 @@ def _place(record: Record) -> dict[str, object]:
         "dtype": record.text,
         "end": FORMATS[record.text].max_finite,
     }
+
+
+def _optimizer_of(record: Record) -> str:
+    """Return the class of the optimizer in whose step an operator ran; "" for an operator outside of one."""
+    return record.names[2].removeprefix(_STEP_OF) if record.names[2].startswith(_STEP_OF) else ""
+
+
+def _origin(record: _Placed) -> _Placed | None:
+    """Return a record of the earlier operator that a record names, at another line; None without one."""
+    names = record.names[4:]
+    if len(names) < len(("operator", "line", "module", "dtype")) or names[1] == record.names[1]:
+        return None
+    operator, line, module, dtype = names
+    return replace(record, name=module, names=(operator, line, "forward"), text=dtype)
+
+
+def _words_of(origin: Record | None) -> dict[str, object]:
+    """Return the words of an earlier operator, whose names begin with "origin"."""
+    return {f"origin_{name}": value for name, value in _place(origin).items()} if origin else {}
 
 
 def _found(
@@ -113,6 +142,14 @@ class _Born(Sentences):
         "{at}, {operator} is infinite or NaN in {count:count element} in {dtype:format}, and finite in FP32: an "
         "earlier operator had rounded away the value that keeps it finite."
     )
+    FROM_ORIGIN = (
+        "{at_origin}, {origin_operator} rounds to {origin_dtype:format} and loses the value that keeps {operator} finite: in "
+        "{place}, it is infinite or NaN in {count:count element}, and finite in FP32."
+    )
+    NEAR = (
+        "{at_origin}, {origin_operator} makes numbers up to {near:.3g}, near {dtype:format}'s end of {end:g}; in {place}, "
+        "{operator} overflows in {count:count element}: the exact result is finite, up to {largest:.3g}."
+    )
     FIRST = (
         "The forward was first not finite in step {step}, in {first_place}; step {measured}, computed a second time in FP32, "
         "shows the operator."
@@ -131,8 +168,16 @@ class _Born(Sentences):
     BOUND_EXPONENT = "Bound the exponent. A learned scale is initialised with its logarithm."
     CLAMP_EXPONENT = "scale = log_scale.clamp_max(math.log(100)).exp()"
     STAY_IN_FP32 = "Leave this value in FP32, or bound it first."
+    FROM_ORIGIN_IN_FP32 = (
+        "Compute in FP32 from {origin_place} to {place}: a cast to FP32 in between does not restore the lost bits."
+    )
+    FROM_NEAR_IN_FP32 = (
+        "Compute in FP32 from {origin_place} to {place}, and keep the result in FP32 until its values are small again."
+    )
+    SUBTRACT_LARGEST = "If it is normalised afterwards, subtract the largest exponent first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
+    NORM = "norm = weight.float().norm()"
     MASK_OF_THE_DTYPE = (
         "The value is FP32's largest, as masks often use it: take the largest of the scores' own dtype, so that a fully masked "
         "row stays finite."
@@ -148,8 +193,8 @@ _AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
 
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
-    """An operator whose result in 16 bits overflows, where the exact one is finite: of the forward, or of a backward that breaks
-    at loss scales below 2^-8 too.
+    """An operator whose result in 16 bits overflows, where the exact one is finite: of the forward, of an optimizer's step, or of
+    a backward that breaks at loss scales below 2^-8 too.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
     infinity or NaN.
@@ -172,16 +217,22 @@ def _input_rounded_away(case: Case) -> Iterator[Found]:
 
 
 def _born_infinite(case: Case) -> Iterator[Found]:
-    """Yield the occurrence of the first operator that is infinite or NaN in 16 bits alone, if no other fault names it."""
+    """Yield the first operators that are infinite or NaN in 16 bits alone, of the model and of an optimizer's step."""
+    born = list(case.recorded(BornInfinite))
+    yield from _infinite_in_model(case, [each for each in born if not _optimizer_of(each)])
+    yield from _infinite_in_optimizer(case, [each for each in born if _optimizer_of(each)])
+
+
+def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Found]:
     norms = {norm.step for norm in overflowed_norms(case)}
-    found = (each for each in case.recorded(BornInfinite) if _is_of_precision(each, case) and each.step not in norms)
-    born = next(found, None)
+    born = next((each for each in of_model if _is_of_precision(each, case) and each.step not in norms), None)
     if born is None:
         return
-    if born.largest and any(CONSTANT not in each.text for each in case.recorded(ExaminedArgument)):
+    if born.largest and any(not _is_of_rounding(each, case) for each in case.recorded(ExaminedArgument)):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
-    fix, code = _remedy(born)
+    origin = _origin(born)
+    fix, code = _remedy(born, origin)
     phase = born.names[2]
     first = _first_event(case, phase)
     is_later, layer, step = _beginning(born, first)
@@ -189,7 +240,7 @@ def _born_infinite(case: Case) -> Iterator[Found]:
     yield _found(
         born,
         (
-            _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS,
+            _how(born, origin),
             _Born.OF_EXPONENT.when(born.exponent),
             began.when(is_later),
         ),
@@ -199,6 +250,8 @@ def _born_infinite(case: Case) -> Iterator[Found]:
             "count": int(born.elements),
             "first_place": first and first.place,
             "at": _at(born, is_later),
+            "at_origin": origin and _at(origin, is_later),
+            **_words_of(origin),
             "exponent_line": bracketed("".join(born.names[3:4])),
         },
         layer=layer,
@@ -207,14 +260,44 @@ def _born_infinite(case: Case) -> Iterator[Found]:
     )
 
 
+def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iterator[Found]:
+    is_known = any(epsilon_zero(case)) or any(moments_flushed(case))
+    born = next((each for each in of_optimizer if each.largest or not is_known), None)
+    if born is None:
+        return
+    fix, _ = _remedy(born, None)
+    code = _Born.NORM.when(born.names[0].rstrip("_") in (*_SUMS, *_PRODUCTS))
+    # The weights that it steps on break the next forward.
+    is_grave = any(event.forward_finite is False and event.step > (born.step or 0) for event in case.events)
+    says = _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS
+    words = {"count": int(born.elements), "at": _at(born, False)}
+    yield _found(born, says, fix, code, words, is_grave=is_grave)
+
+
 def _is_of_precision(born: BornInfinite, case: Case) -> bool:
     """Return whether a step's infinities are of the precision, and not of a loss scale that was too high for its backward."""
     events = [event for event in case.events if event.step == born.step]
     return born.names[2] == "forward" or any(event.broken_phase == "backward" for event in events)
 
 
-def _remedy(born: BornInfinite) -> tuple[Said, Said]:
+def _is_of_rounding(examined: ExaminedArgument, case: Case) -> bool:
+    """Return whether an argument's origin is unknown, or a step computed twice shows that it differs from the exact one."""
+    return CONSTANT in examined.text or of_operation(case.recorded(RoundedArgument), examined) is not None
+
+
+def _how(born: BornInfinite, origin: BornInfinite | None) -> _Born:
+    if born.largest:
+        return _Born.NEAR.when(origin) or _Born.BEYOND
+    return _Born.FROM_ORIGIN.when(origin) or _Born.FROM_ROUNDED_INPUTS
+
+
+def _remedy(born: BornInfinite, origin: BornInfinite | None) -> tuple[Said, Said]:
     operator = born.names[0]
+    is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
+    if origin is not None and born.largest:
+        return (_Born.FROM_NEAR_IN_FP32, _Born.SUBTRACT_LARGEST.when(origin.names[0].startswith("exp"))), _Born.CAST
+    if origin is not None:
+        return (_Born.FROM_ORIGIN_IN_FP32, _Born.EPSILON.when(is_epsilon)), _Born.CAST
     if operator.rstrip("_") in _SUMS:
         return _Born.SUM_IN_FP32, _Born.CAST
     if operator.rstrip("_") in _PRODUCTS:
@@ -227,7 +310,6 @@ def _remedy(born: BornInfinite) -> tuple[Said, Said]:
         return _Born.BOUND_EXPONENT, _Born.CLAMP_EXPONENT
     if operator in _CASTS:
         return _Born.STAY_IN_FP32, ()
-    is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
     return (_Born.OPERATOR_IN_FP32, _Born.EPSILON.when(is_epsilon)), _Born.CAST
 
 
@@ -372,6 +454,15 @@ class _Kept(Sentences):
         "In step {step}, in {place}, {term:.3g} is added to a sum of {total:.4g} that persists from step to step in "
         "{dtype:format}, whose numbers lie {unit:g} apart there: it will not grow beyond about {stops_at:.3g}."
     )
+    STATE_STOPS = (
+        "In step {step}, in {place}, {changes} leave {unchanged:percent} of the state {buffer!r} as it was, which is in "
+        "{dtype:format}: they change it by less than half a unit in the last place of its values."
+    )
+    STATE_IN_FP32 = (
+        "Keep this state in FP32. Optimizer.load_state_dict casts states to the dtype of their parameter: cast them back after "
+        "loading."
+    )
+    STATE = 'state["{buffer}"] = torch.zeros_like(parameter, dtype=torch.float32)'
     BUFFER_IN_FP32 = "Keep this buffer in FP32, and add FP32 terms to it."
     BUFFER_SCALED_IN_FP32 = (
         "Keep this buffer in FP32, or compute it from the step's number. A cast of the model casts its buffers too."
@@ -395,16 +486,21 @@ _SCALING = {"mul": "multiplications", "div": "divisions", "pow": "powers", "lerp
 
 
 def _sum_stops(case: Case) -> Iterator[Found]:
-    """A moving average, running sum, counter or schedule in 16 bits, or a weight that the loop changes, that no longer changes or
-    will not for long.
+    """A moving average, running sum, counter or schedule in 16 bits, an optimizer's state, or a weight that the loop changes,
+    that no longer changes or will not for long.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: A sum that is set to zero again in time only rounds its terms. A number at the bound of a clamp is left out.
     That a sum will stop is inferred from one addition a step, and information if it would not within the run.
     """
+    flushed = _flushed_lines(case)
+    moments = {found.evidence["state"] for found in moments_cannot_decay(case) if not found.is_inferred}
     for frozen in _by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
+        if frozen.names[1] in flushed or (_optimizer_of(frozen) and buffer in moments):
+            # Another fault names the line, or the state.
+            continue
         changes = _SCALING.get(frozen.names[0].strip("_"), "additions")
         is_scaled = changes not in ("additions", "interpolations")
         fix, code = _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.IN_FP32, _Kept.REGISTER.when(buffer) or _Kept.CAST
@@ -413,6 +509,9 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             code = _Kept.UNCAST.when(buffer) or _Kept.FLOAT
         if frozen.is_weight:
             fix, code = _Kept.WEIGHT_IN_FP32, _Kept.MASTER
+        says = _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS
+        if buffer and _optimizer_of(frozen):
+            says, fix, code = _Kept.STATE_STOPS, _Kept.STATE_IN_FP32, _Kept.STATE
         words = {
             "buffer": buffer,
             "sort": ("buffer", "weight")[frozen.is_weight],
@@ -421,7 +520,7 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             "changes": changes,
             "such_as": ("a moving average", "a schedule or a decaying average")[is_scaled],
         }
-        yield _found(frozen, _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS, fix, code, words)
+        yield _found(frozen, says, fix, code, words)
     stopped = {frozen.names[:2] for frozen in case.recorded(FrozenBuffer)}
     for growing in _by_place(case.recorded(GrowingSum), "total"):
         left = (growing.stops_at - growing.total) / growing.term
@@ -433,6 +532,61 @@ def _sum_stops(case: Case) -> Iterator[Found]:
         yield _found(growing, _Kept.WILL_STOP, fix, code, is_mild=not stops, is_inferred=True)
 
 
+class _Flush(Sentences):
+    BECOMES_ZERO = (
+        "In step {step}, in {place}, {operator} flushes {flushed:percent} of {count:count non-zero result} to zero. Their "
+        "exact values are up to {largest:.2g}; FP16 flushes magnitudes of 3e-8 and below."
+    )
+    TAKEN = "A tensor that persists from step to step takes them."
+    IN_FP32 = "Compute this operator in FP32, from FP32 inputs, and keep averages and sums of its results in FP32."
+    FLOAT = "total += f(x.float())  # total in FP32"
+
+
+def _operator_flushes(case: Case) -> Iterator[Found]:
+    """An operator of an optimizer's step, or of values that the loop keeps, most of whose results FP16 flushes.
+
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
+
+    False alarms: It is measured, from half of the results on. Values that are to be zero in the end, such as updates after the
+    training has converged, are reported too.
+    """
+    if any(moments_flushed(case)) or any(epsilon_zero(case)):
+        return
+    divided = {each.text for each in case.recorded(DividedInHalf)}
+    for flushed in _by_place(case.recorded(FlushedResult), "flushed"):
+        if flushed.names[1] not in divided:
+            taken = _Flush.TAKEN.when(not _optimizer_of(flushed))
+            words = {"count": int(flushed.elements)}
+            yield _found(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, _Flush.FLOAT, words)
+
+
+def _flushed_lines(case: Case) -> set[str]:
+    return {each.names[1] for each in case.recorded(FlushedResult)}
+
+
+class _One(Sentences):
+    IS_ONE = (
+        "In step {step}, in {place}, the difference of 1 and a number in {dtype:format} is 0: factors above "
+        "1 - 2^-{bits} = {most:.6g} are rounded to 1, such as a beta2 of {such_as}. A bias correction or a weight that is "
+        "computed from this difference is lost."
+    )
+    PYTHON = "Keep decay factors, and their powers, as Python numbers or in FP32."
+    CORRECTION = "correction = 1 - beta2**step  # Python numbers"
+
+
+def _constant_is_one(case: Case) -> Iterator[Found]:
+    """A decay factor in 16 bits that an optimizer's step subtracts from 1, which it equals.
+
+    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
+
+    False alarms: That the number was rounded to 1 is inferred. A factor that is 1 on purpose is reported too.
+    """
+    for constant in _by_place(case.recorded(RoundedConstant), "step"):
+        bits = SIGNIFICAND_BITS[constant.text] + 1
+        words = {"bits": bits, "most": 1 - 2.0**-bits, "such_as": ("0.999", "0.9999")[constant.text == FLOAT16.name]}
+        yield _found(constant, _One.IS_ONE, _One.PYTHON, _One.CORRECTION, words, is_inferred=True)
+
+
 class _Left(Sentences):
     ERROR_IS_LEFT = (
         "In step {measured}, in {place}, {operator} leaves mostly rounding error: its {inputs} off by {before:percent}, its "
@@ -440,6 +594,10 @@ class _Left(Sentences):
     )
     BREAKS = (
         "From there {broken} in {broken_place} becomes infinite or NaN in {count:count element}, and is finite in FP32."
+    )
+    ARISES_EARLIER = (
+        "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
+        "leaves mostly that error: its {inputs} off by {before:percent}, its result is off by {off}."
     )
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
@@ -455,7 +613,9 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
     unless it is a difference in 16 bits in code outside of modules, as of a loss.
     """
     first = _first_event(case)
-    for cancelled in _by_place(case.recorded(AmplifiedError), "after"):
+    flushed = _flushed_lines(case)
+    others = (each for each in case.recorded(AmplifiedError) if each.names[1] not in flushed)
+    for cancelled in _by_place(others, "after"):
         is_difference = cancelled.names[0].rstrip("_") in ("add", "sub", "rsub")
         also, words = _gradients(cancelled)
         born = _born_from(cancelled, case)
@@ -467,12 +627,16 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
             _, _, step = _beginning(born, first)
         off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "more than 1,000%"
+        origin = _origin(cancelled)
+        fix = (
+            _Born.FROM_ORIGIN_IN_FP32.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32
+        )
         yield _found(
             cancelled,
-            (_Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
-            (_Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32).when(not is_mild),
-            (_Left.DIFFERENCE.when(is_difference) or _Born.CAST).when(not is_mild),
-            words={**words, "off": off, "inputs": ("input was", "operands were")[is_difference]},
+            (_Left.ARISES_EARLIER.when(origin) or _Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
+            fix.when(not is_mild),
+            (_Left.DIFFERENCE.when(is_difference and not origin) or _Born.CAST).when(not is_mild),
+            words={**words, "off": off, "inputs": ("input was", "operands were")[is_difference], **_words_of(origin)},
             is_grave=born is not None,
             is_mild=is_mild,
             step=step,
@@ -585,6 +749,8 @@ FAULTS = (
     Fault("input-rounded-away", "warning", _input_rounded_away, (_Born,), _OF_BORN),
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("choices-differ", "warning", _choices_differ, (_Choices,)),
+    Fault("constant-is-one", "warning", _constant_is_one, (_One,)),
+    Fault("operator-flushes", "warning", _operator_flushes, (_Flush,)),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),
     Fault("buffer-stops-changing", "warning", _sum_stops, (_Kept,)),

@@ -192,7 +192,7 @@ class _Moments(Sentences):
     STATE = 'state["{state}"] = torch.zeros_like(parameter, dtype=torch.float32)'
 
 
-def _moments_cannot_decay(case: Case) -> Iterator[Found]:
+def moments_cannot_decay(case: Case) -> Iterator[Found]:
     """Moments kept in 16 bits whose decay is lost to rounding, as the settings alone show.
 
     An optimizer whose step draws random numbers is left out: it may round its states stochastically. Compensation of the weights
@@ -216,7 +216,7 @@ class _Flushed(Sentences):
     FP32_STATE = "Let {optimizer} keep {state} in FP32."
 
 
-def _moments_flushed(case: Case) -> Iterator[Found]:
+def moments_flushed(case: Case) -> Iterator[Found]:
     """An optimizer's average of squared gradients in FP16 whose elements are flushed.
 
     False alarms: That it is an average of squares is inferred from its signs; it is an error only if the weights exploded. An
@@ -224,7 +224,7 @@ def _moments_flushed(case: Case) -> Iterator[Found]:
     """
     found = [each for each in case.recorded(FlushedState) if each.flushed >= _LOST_TOLERANCE]
     owners = {state: each for each in case.precision.optimizers for state in each.states}
-    if not found or found[0].text not in owners or (found[0].text in SQUARES and any(_epsilon_zero(case))):
+    if not found or found[0].text not in owners or (found[0].text in SQUARES and any(epsilon_zero(case))):
         return
     state, optimizer = found[0].text, owners[found[0].text]
     growth = next(case.recorded(WeightGrowth), None)
@@ -311,7 +311,7 @@ class _Epsilon(Sentences):
     )
 
 
-def _epsilon_zero(case: Case) -> Iterator[Found]:
+def epsilon_zero(case: Case) -> Iterator[Found]:
     """An epsilon that is rounded to zero in the dtype of the denominator, which makes 0/0 possible.
 
     False alarms: Without a non-finite event it is only a warning: it harms only elements whose average of squared
@@ -454,11 +454,11 @@ def _accumulation_lost(case: Case) -> Iterator[Found]:
 
 
 FAULTS = (
-    Fault("epsilon-zero", "warning", _epsilon_zero, (_Epsilon, FP32Weights), ("non-finite-event",)),
+    Fault("epsilon-zero", "warning", epsilon_zero, (_Epsilon, FP32Weights), ("non-finite-event",)),
     Fault(
         "moments-flushed",
         "warning",
-        _moments_flushed,
+        moments_flushed,
         (_Flushed, _Moments),
         ("weights-exploded", "training-diverged", "non-finite-event"),
     ),
@@ -466,6 +466,6 @@ FAULTS = (
     Fault("masters-stale", "error", _masters_stale, (_Masters,)),
     Fault("updates-lost", "warning", _updates_lost, (_Updates, FP32Weights)),
     Fault("accumulation-lost", "warning", _accumulation_lost, (_Accumulation, FP32Weights)),
-    Fault("moments-cannot-decay", "warning", _moments_cannot_decay, (_Moments, FP32Weights)),
+    Fault("moments-cannot-decay", "warning", moments_cannot_decay, (_Moments, FP32Weights)),
     Fault("weight-decay-lost", "warning", _weight_decay_lost, (_Decay, FP32Weights)),
 )

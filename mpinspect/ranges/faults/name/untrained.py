@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from mpinspect.numeric.formats import FLOAT16
+from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16
 from mpinspect.ranges.analysis.precision import damped_by_epsilon, run_format
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.visibility import always_zero
-from mpinspect.ranges.faults.name.case import Case, grouped, quoted
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, grouped, quoted
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.replaced import replaced
-from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.records import MissingGradients, NotOptimized
-from mpinspect.ranges.session import FROZEN
+from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
+from mpinspect.ranges.records import MissingGradients, NotOptimized, Saturated
+from mpinspect.ranges.session import FROZEN, TensorKey
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import as_power, by_number, filled, with_power
+from mpinspect.reporting.words import as_power, by_number, filled, format_name, with_power
 
 #: A loss scale that may be raised by this factor is to be raised before anything else is tried.
 _MUCH_ROOM = 256.0
@@ -205,14 +206,76 @@ class _Zero(Sentences):
     AUTOCAST_OFF = "with torch.autocast(device_type, enabled=False):  # for this one batch\n    y = module(x.float())"
 
 
+class _Silent(Sentences):
+    MODEL = (
+        "All gradients of the model's weights, {parameters:count tensor}, were exactly zero in all {steps:count sampled step}: "
+        "the model does not learn."
+    )
+    FRONT = (
+        "The weight gradients of {modules} were exactly zero in all {steps:count sampled step}: these weights do not learn, "
+        "while later parameters do."
+    )
+    BRANCH = (
+        "The weight gradients of {modules} were exactly zero in all {steps:count sampled step}. A branch that no sample reaches, "
+        "or whose loss is multiplied by 0, has such gradients; so has a dead ReLU."
+    )
+    LOST_IN = (
+        "They become zero in the backward of {border!r}: the gradients that arrive at its output are not zero (largest magnitude "
+        "{largest:.2g})."
+    )
+    BELOW_FP8 = (
+        "All of these are at most 2^{edge}: a cast to FP8 without a scale makes zeros of them ({formats}). So does a product "
+        "whose other operand is zero, such as the output of a dead ReLU."
+    )
+    ZERO_INPUT = "A product whose other operand is zero, such as the output of a dead ReLU, has such gradients."
+    ARRIVE_AS_ZEROS = "The gradients that arrive at the output of {last!r} are zero already."
+    SATURATED = (
+        "In step {saturated_step} all {elements:,} results of a {function} in {dtype:format} were exactly {at}, where its "
+        "gradient is zero{rounds}."
+    )
+    SCALE_BEFORE_CAST = (
+        "If that backward casts to FP8, multiply the gradient by a scale before the cast, and divide by it after the product. If "
+        "not, read its operands in one step."
+    )
+    LOGITS = "Give the loss the logits, and let a loss that contains the {function} compute it in FP32."
+    FP32_ARGUMENT = "Compute the {function} in FP32, and keep its argument small."
+    FOLLOW_BACK = (
+        "Look in the code between {last!r} and the loss for a factor 0, a clamp or a saturated function, and a cast to a narrow "
+        "format."
+    )
+    READ_OPERANDS = "Read the operands of that backward in one step: its casts, its scale, its saved input."
+    SCALED_CAST = (
+        "scale = torch.finfo(torch.float8_e5m2).max / grad.abs().amax().clamp(min=1e-30)\n"
+        "grad = (grad * scale).to(torch.float8_e5m2).float() / scale"
+    )
+    BCE_WITH_LOGITS = "criterion = torch.nn.BCEWithLogitsLoss()  # on logits.float(), without the sigmoid"
+    CROSS_ENTROPY = "loss = torch.nn.functional.cross_entropy(logits.float(), target)  # without the softmax"
+    TANH = "y = torch.tanh(x.float())"
+
+
+#: Fewest sampled steps with zeros, beyond the steps that were skipped: weights that begin at zero (LoRA's B, a gate of a
+#: residual) keep others from a gradient until their first update.
+_FEWEST_STEPS = 5
+#: The values of a saturated function's results, its change and its code.
+_SATURATED = {
+    "sigmoid": ("0 or 1", _Silent.LOGITS, _Silent.BCE_WITH_LOGITS),
+    "softmax": ("0 or 1", _Silent.LOGITS, _Silent.CROSS_ENTROPY),
+    "tanh": ("1 or -1", _Silent.FP32_ARGUMENT, _Silent.TANH),
+}
+
+
 def _gradients_all_zero(case: Case) -> Iterator[Found]:
-    """Modules whose weights get gradients in FP16 that are zero in every sampled step.
+    """Modules whose weights get gradients that are exactly zero in every sampled step.
+
+    In FP16 a module is reported if all its weights get zeros in at least three samples each. In other formats it takes at least
+    five sampled steps; all weights of the model are an error, and its first layers (in the order of its parameters) up to one
+    that gets gradients are a warning.
 
     False alarms: Gradients that are zero in FP32 too (an expert that no sample reached, a dead ReLU) are reported as well, since
-    counts do not distinguish them from flushed ones. A module is reported only if all its weights get zeros, in at least three
-    samples each.
+    counts do not distinguish them from flushed ones; outside of FP16 as information, unless they are the model's first layers.
     """
     if run_format(case.session) != FLOAT16:
+        yield from _silent(case)
         return
     zero, unseen = always_zero(case.totals), replaced(case)
     names = [name for name in zero if name not in unseen]
@@ -252,6 +315,91 @@ def _all_zero(names: Sequence[str], case: Case) -> Found:
         layer=names[0],
         is_inferred=True,
     )
+
+
+def _silent(case: Case) -> Iterator[Found]:
+    """Yield a finding on the parameters with zeros as gradients: of the whole model, of its first layers, or of a branch."""
+    trained = [
+        key for key in case.infos if key.kind == WEIGHT_GRADIENT and key in case.totals and case.totals[key].samples
+    ]
+    least = _FEWEST_STEPS + case.progress.skipped_steps
+    zero = [key.name for key in trained if _is_zero(key, case) and _sampled_steps(key.name, case) >= least]
+    first = next((place for place, key in enumerate(trained) if key.name not in zero), len(trained))
+    heard = {key.name.rpartition(".")[0] for key in trained if key.name not in zero}
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in zero))
+    whole = [module for module in modules if module not in heard]
+    if zero and len(zero) == len(trained):
+        yield _silent_layers(_Silent.MODEL, zero, modules, case)
+    elif first == len(zero) and len(modules) > 1 and any(_arrives_as_zeros(module, case) for module in whole):
+        yield _silent_layers(_Silent.FRONT, zero, modules, case)
+    elif whole:
+        names = [name for name in zero if name.rpartition(".")[0] in whole]
+        figures = {"parameters": len(names), "names": names[:MOST_NAMES], "steps": _sampled_steps(names[0], case)}
+        yield Found(_Silent.BRANCH, figures, {"modules": grouped(names)}, layer=names[0], severity="info")
+
+
+def _is_zero(key: TensorKey, case: Case) -> bool:
+    """Return whether all elements of a tensor were zero in all samples; False for a tensor without elements."""
+    histogram = case.totals[key].histogram if key in case.totals else None
+    return histogram is not None and histogram.zeros > 0 and not histogram.nonzero and not histogram.nonfinite
+
+
+def _arrives_as_zeros(module: str, case: Case) -> bool:
+    return _is_zero(TensorKey(module, ACTIVATION_GRADIENT), case)
+
+
+def _sampled_steps(name: str, case: Case) -> int:
+    """Return the number of sampled steps of the windows that have a weight's gradient: a step may have several samples."""
+    key = TensorKey(name, WEIGHT_GRADIENT)
+    return sum(window.sampled_steps for window in case.session.windows if key in window.tensors)
+
+
+def _silent_layers(says: _Silent, zero: Sequence[str], modules: Sequence[str], case: Case) -> Found:
+    """Return the finding on layers without any gradient, with the place where the zeros arise as far as it is known."""
+    at_output = {module: case.totals.get(TensorKey(module, ACTIVATION_GRADIENT)) for module in modules}
+    borders = [module for module, window in at_output.items() if window is not None and window.histogram.nonzero]
+    saturated = next((each for each in case.recorded(Saturated) if each.names[0] in _SATURATED), None)
+    figures = {"parameters": len(zero), "names": zero[:MOST_NAMES], "steps": _sampled_steps(zero[0], case)}
+    words: dict[str, object] = {"modules": grouped(zero), "last": modules[-1]}
+    is_model = says is _Silent.MODEL
+    more: tuple[_Silent, ...] = (_Silent.ARRIVE_AS_ZEROS,)
+    fix, code = _Silent.FOLLOW_BACK, None
+    if borders:
+        window = at_output[borders[-1]]
+        largest = window.histogram.max_abs if window else 0.0
+        flushing = [format for format in (FLOAT8_E5M2, FLOAT8_E4M3) if largest <= format.flush_edge]
+        more, fix = (_Silent.LOST_IN, _Silent.ZERO_INPUT), _Silent.READ_OPERANDS
+        figures |= {"border": borders[-1], "largest": largest}
+        if flushing:
+            more, fix, code = (_Silent.LOST_IN, _Silent.BELOW_FP8), _Silent.SCALE_BEFORE_CAST, _Silent.SCALED_CAST
+            words |= {
+                "edge": flushing[0].flush_exponent,
+                "formats": " and ".join(format_name(f.name) for f in flushing),
+            }
+    elif saturated is not None and is_model:
+        at, fix, code = _SATURATED[saturated.names[0]]
+        more = (_Silent.SATURATED,)
+        figures |= {"function": saturated.names[0], "elements": int(saturated.elements), "dtype": saturated.text}
+        words |= {"saturated_step": saturated.step, "at": at, "rounds": _rounds(saturated)}
+    return Found(
+        (says, *more),
+        figures,
+        words,
+        fix,
+        code,
+        layer=zero[0],
+        is_grave=is_model,
+        is_inferred=bool(borders),
+    )
+
+
+def _rounds(saturated: Saturated) -> str:
+    """Return a clause on the argument from which on a sigmoid in 16 bits rounds to 1; "" for other functions."""
+    bits = SIGNIFICAND_BITS.get(saturated.text)
+    if saturated.names[0] != "sigmoid" or bits is None:
+        return ""
+    # The numbers just below 1 are 2^-bits apart, so what is above 1 - 2^-(bits + 1) rounds to 1; sigmoid(x) is 1 - e^-x there.
+    return f": a sigmoid rounds to 1 from an argument of about {(bits + 1) * math.log(2):.1f} on"
 
 
 # -- no optimizer -------------------------------------------------------------------------------------------------------
@@ -305,7 +453,7 @@ def _parameters_not_optimized(case: Case) -> Iterator[Found]:
 
 WITHOUT_GRADIENT = (
     Fault("gradients-missing", "warning", _gradients_missing, (_Missing,)),
-    Fault("gradients-all-zero", "warning", _gradients_all_zero, (_Zero,)),
+    Fault("gradients-all-zero", "warning", _gradients_all_zero, (_Zero, _Silent)),
     Fault("parameters-not-optimized", "warning", _parameters_not_optimized, (_NotOptimized,)),
 )
 NEVER_FIRED = Fault("never-fired", "info", _never_fired, (_NeverFired,))

@@ -1,0 +1,156 @@
+"""The second computation of a whole step: its forwards and backwards, and each optimizer's own arithmetic in 16 bits."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from mpinspect.ranges.capture.optimizers import states_of
+from mpinspect.ranges.faults.measure.kept_sums import KeptSums
+from mpinspect.ranges.faults.measure.second import (
+    ADDITIONS,
+    NARROW,
+    SUMS,
+    Pending,
+    SecondComputation,
+    leaves,
+    local_result,
+    narrow_storages,
+)
+from mpinspect.ranges.faults.measure.twins import is_finite
+from mpinspect.ranges.records import BornInfinite, LostSum, Record, RoundedConstant
+
+aten = torch.ops.aten
+
+_DIFFERENCES = ADDITIONS | {aten.rsub}
+#: Bytes of twins, and seconds, after which the rest of an optimizer's step is left out: its parameters are treated alike.
+_MOST_BYTES, _MOST_SECONDS = 1 << 30, 2.0
+#: Elements after which the rest of a foreach operator is left out: it may have all parameters at once.
+_MOST_ELEMENTS = 1 << 25
+
+_Parameters = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+class WholeStep(SecondComputation):
+    """Recomputes a running step, optimizers included; arguments as of ``SecondComputation``."""
+
+    def __init__(
+        self,
+        module: Any,
+        parameters: _Parameters,
+        buffers: Iterable[tuple[str, torch.Tensor]] = (),
+        by_hand: bool = False,
+    ) -> None:
+        super().__init__(module, parameters, buffers, by_hand)
+        self._of_optimizers: list[OptimizerArithmetic] = []
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin the arithmetic of an optimizer."""
+        self.of_optimizer = OptimizerArithmetic(optimizer, self._parameters)
+        self._of_optimizers.append(self.of_optimizer)
+
+    def optimizer_stepped(self) -> None:
+        """End the arithmetic of the optimizer."""
+        self.of_optimizer = None
+
+    def records(self) -> list[Record]:
+        """Return the records of the forwards and backwards, then those of the optimizers."""
+        return [*super().records(), *(record for each in self._of_optimizers for record in each.records())]
+
+
+class OptimizerArithmetic(SecondComputation):
+    """Recomputes what an optimizer's ``step`` computes in 16 bits, from its weights, gradients and states as they are.
+
+    Lost updates of the weights have a fault of their own (``updates.py``), and Kahan summation makes rounding errors on purpose:
+    additions and differences are judged only where they change a state.
+
+    Args:
+        optimizer: is about to step.
+        parameters: the model's parameters by name.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: _Parameters) -> None:
+        super().__init__(lambda: "", parameters)
+        self._phase = f"step of {type(optimizer).__name__}"
+        # The settings of torch's own show which of its states can't change: see moments-cannot-decay.
+        self._is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        stepped = [each for group in optimizer.param_groups for each in group["params"]]
+        states = [
+            (name, state)
+            for each in stepped
+            for name, state in states_of(optimizer, each).items()
+            if isinstance(state, torch.Tensor)
+        ]
+        others = (*stepped, *(each.grad for each in stepped))
+        self._kept = KeptSums(others, narrow_storages(states), {})
+        self._readers = {}
+        #: Elements of the operator that is being prepared.
+        self._elements = 0
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
+        """Prepare an operator's second run; operators in FP32 and those of a closure are left out."""
+        if torch.is_grad_enabled():
+            return []
+        if not self._twins.bytes and not any(map(_is_narrow, leaves((*args, *kwargs.values())))):
+            return []
+        self._elements = 0
+        return super().before(func, args, kwargs)
+
+    def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
+        tensors = [each for each in leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
+        self._elements += max((each.numel() for each in tensors), default=0)
+        if self._elements <= _MOST_ELEMENTS:
+            return super()._prepare(func, args, kwargs)
+        if func._schema.is_mutable:
+            self._forget(tensors)
+        return None
+
+    def _is_used_up(self) -> bool:
+        return time.perf_counter() - self._began > _MOST_SECONDS or self._twins.bytes > _MOST_BYTES
+
+    def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
+        operator = pending.func.overloadpacket
+        local = cache(partial(local_result, pending, twin))
+        if not is_finite(value):
+            self._compare_broken(pending, value, twin, local())
+            return
+        if value.dtype not in NARROW:
+            return
+        if not self._is_of_torch:
+            self._compare_kept(pending, value, local)
+        if operator in SUMS:
+            self._compare_sum(pending, value, local())
+        if not isinstance(value, torch.nn.Parameter):
+            self._flushes.made(value, local(), partial(self._record, pending=pending, result=value))
+        if operator in _DIFFERENCES and _is_one_less_one(pending.given[0], value):
+            self._found[RoundedConstant].append(self._record(RoundedConstant, pending, value))
+
+    def _compare_choices(self, pending: Pending, result: Any, exact: Any) -> None:
+        """Judge no choices: a mask of updates may differ where both are small."""
+
+    def records(self) -> list[Record]:
+        """Return the first operators that overflow, flush or lose a constant, the worst sum, and the states that stop."""
+        firsts = (BornInfinite, RoundedConstant)
+        found = [*self._kept.records(), *self._divided.records(), *self._flushes.most()]
+        found += [each for kind in firsts for each in self._found[kind][:1]]
+        found += sorted(self._found[LostSum], key=lambda each: getattr(each, "error", math.nan))[-1:]
+        self._end()
+        return found
+
+
+def _is_narrow(value: Any) -> bool:
+    return (
+        value in NARROW if isinstance(value, torch.dtype) else isinstance(value, torch.Tensor) and value.dtype in NARROW
+    )
+
+
+def _is_one_less_one(given: tuple[Any, ...], value: torch.Tensor) -> bool:
+    """Return whether an operator subtracts a single number in 16 bits from the constant 1, or the other way, and gets zero."""
+    operands = given[:2]
+    has_one = any(isinstance(each, (int, float)) and abs(each) == 1 for each in operands)
+    return has_one and value.numel() == 1 and not float(value)

@@ -1,0 +1,176 @@
+"""Traces a forward's errors, and its numbers near the end of FP16, to the operators that made them.
+
+A tensor's error has an origin: the operator whose own rounding made most of it. An operator that inherits more than it makes
+passes on the origin of its operands. So a difference, a logarithm or a root that shows an error leads to the line that made it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from mpinspect.ranges.faults.measure.twins import Marks
+
+aten = torch.ops.aten
+
+#: Operators whose result has the errors of their operands in their own size; others have them relative to the operand.
+_ADDING = frozenset({aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.cat, aten.stack})
+#: The largest error of rounding once: relative, and in FP16 also that of a subnormal number.
+_ROUNDING = {torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
+_TINY = torch.finfo(torch.float32).tiny
+#: Elements, evenly spread, of which a tensor's error is estimated.
+_SAMPLE = 1 << 14
+#: Rounding explains a growth up to this factor beyond it.
+_EXPLAINED = 1.5
+#: An operator with a larger share of the squared error made most of it.
+_MOST = 0.5
+#: Numbers of at least this size are near FP16's largest, 2^16: a few more operations overflow.
+_NEAR = 2.0**12
+
+
+class Error(NamedTuple):
+    """A tensor's error as a root mean square: of each element relative to it, of all relative to their size, and absolute."""
+
+    of_each: float
+    of_all: float
+    absolute: float
+
+
+class Origin(NamedTuple):
+    """The operator with the largest share of a tensor's error.
+
+    Args:
+        names: the operator, its line, its module and the dtype of its result.
+        share: its share of the squared error, 0..1.
+        error: the tensor's.
+    """
+
+    names: tuple[str, ...]
+    share: float
+    error: Error
+
+
+class Near(NamedTuple):
+    """The operator whose result was the first one near FP16's end.
+
+    Args:
+        names: as of ``Origin``.
+        largest: the largest magnitude of its result.
+        gain: the factor between the largest magnitudes of its operands, or 1 if they are smaller, and of its result.
+    """
+
+    names: tuple[str, ...]
+    largest: float
+    gain: float
+
+
+class Origins:
+    """Remembers, by storage, the operators to which a forward's tensors owe their errors and their size."""
+
+    def __init__(self) -> None:
+        self._errors: Marks[Origin] = Marks()
+        self._near: Marks[Near] = Marks()
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+        """Return the names of the operator that made most of the error of the tensor that is furthest off; () without one."""
+        worst = max(filter(None, map(self._errors.of, tensors)), key=lambda each: each.error.of_each, default=None)
+        return worst.names if worst is not None and worst.share > _MOST else ()
+
+    def of_overflow(self, operands: Iterable[torch.Tensor], largest: float) -> Near | None:
+        """Return the operator that used up FP16's range before a result of this exact size; None if the last one used more."""
+        near = max(filter(None, map(self._near.of, operands)), key=lambda each: each.gain, default=None)
+        return near if near is not None and near.gain > largest / near.largest else None
+
+    def made(
+        self,
+        operator: torch._ops.OpOverload,
+        operands: list[torch.Tensor],
+        value: torch.Tensor,
+        twin: torch.Tensor,
+        local: Callable[[], torch.Tensor],
+        names: Callable[[], tuple[str, ...]],
+    ) -> None:
+        """Attribute a finite result's error, and its size in FP16, to its operator or to those of its operands.
+
+        Args:
+            operator: the operator.
+            operands: its tensors.
+            value, twin: its result, and the exact one.
+            local: returns its exact result for these operands.
+            names: returns those of ``Origin``.
+        """
+        if value.dtype is torch.float16:
+            self._near.put(value, self._nearness(operands, value, names))
+        error, measure = _error(value, twin), _measure(operator)
+        known = list(filter(None, map(self._errors.of, operands)))
+        squares = [each.error[measure] ** 2 for each in known]
+        own = _own(error, math.sqrt(sum(squares)), measure, value, local) if known else error[measure]
+        if not error[measure]:
+            self._errors.put(value, None)
+            return
+        shares: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        for each, square in zip(known, squares, strict=True):
+            shares[each.names] += each.share * square / sum(squares)
+        first = max(shares, key=shares.__getitem__, default=())
+        part = min(own / error[measure], 1.0) ** 2
+        share = shares[first] * (1 - part)
+        # An earlier operator leads, unless it made far less: in FP32 it would make the later arithmetic FP32's, too.
+        if part > 2 * share:
+            first, share = names(), part
+        self._errors.put(value, Origin(first, share, error))
+
+    def _nearness(
+        self, operands: list[torch.Tensor], value: torch.Tensor, names: Callable[[], tuple[str, ...]]
+    ) -> Near | None:
+        largest = _largest(value)
+        if largest < _NEAR:
+            return None
+        before = next(filter(None, map(self._near.of, operands)), None)
+        return before or Near(names(), largest, largest / max(1.0, *map(_largest, operands)))
+
+
+def _measure(operator: torch._ops.OpOverload) -> int:
+    """Return which of the errors of ``Error`` an operator passes on: a sum of terms, a function of elements, or another one."""
+    if operator.overloadpacket in _ADDING:
+        return Error._fields.index("absolute")
+    return Error._fields.index("of_each" if torch.Tag.pointwise in operator.tags else "of_all")
+
+
+def _own(error: Error, before: float, measure: int, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> float:
+    """Return the error that an operator makes itself: estimated, unless that of its operands grows or shrinks far."""
+    if value.dtype not in _ROUNDING:
+        return 0.0
+    relative, least = _ROUNDING[value.dtype]
+    size = error.absolute / error.of_all if measure == Error._fields.index("absolute") else 1.0
+    rounding, total = relative * size + least, error[measure]
+    if before / 2 < total < _EXPLAINED * math.hypot(before, rounding):
+        return min(rounding, math.sqrt(max(total**2 - before**2, 0.0)))
+    return _error(value, local())[measure]
+
+
+def _error(value: torch.Tensor, exact: torch.Tensor) -> Error:
+    """Return a tensor's error. That of each element is at most its size: so a logarithm near zero does not hide the others."""
+    exact, off = _sample(exact), _sample(value) - _sample(exact)
+    absolute = _mean(off)
+    return Error(
+        _mean((off / exact.abs().clamp_min(_TINY)).clamp_(-1, 1)), absolute / max(_mean(exact), _TINY), absolute
+    )
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return elements of a tensor, evenly spread, in FP32."""
+    return tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLE)].float()
+
+
+def _mean(tensor: torch.Tensor) -> float:
+    """Return the root mean square."""
+    return float(tensor.norm()) / math.sqrt(max(1, tensor.numel()))
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest magnitude; 0 of an empty tensor."""
+    return max(map(abs, map(float, torch.aminmax(tensor)))) if tensor.numel() else 0.0

@@ -1,0 +1,53 @@
+"""An observer of functions near the loss that are saturated: no result of theirs has a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from mpinspect.ranges.capture.graph import operator_of, walk
+from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
+from mpinspect.ranges.faults.measure.singularities import is_packed
+from mpinspect.ranges.records import Saturated
+
+#: Maximum number of nodes of a loss's graph that are searched, the nearest first.
+_MOST_NODES = 64
+
+
+def _is_0_or_1(result: torch.Tensor) -> torch.Tensor:
+    return (result == 0) | (result == 1)
+
+
+#: By autograd's name of an operator: its name in words, and where a result has no gradient.
+_FUNCTIONS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "Sigmoid": ("sigmoid", _is_0_or_1),
+    "Softmax": ("softmax", _is_0_or_1),
+    "Tanh": ("tanh", lambda result: result.abs() == 1),
+}
+
+
+class SaturatedFunctions(Measuring):
+    """Reads, in measured steps, the saved results of a loss's last functions before the backward; never waits for a device."""
+
+    @torch.no_grad()
+    def backward_called(self, losses: list[torch.Tensor]) -> None:
+        """Send whether all results of a function are saturated to the host."""
+        for node in walk([loss.grad_fn for loss in losses], _MOST_NODES):
+            name, is_saturated = _FUNCTIONS.get(operator_of(node), ("", None))
+            if is_saturated is None or is_packed(node):
+                continue
+            result = node._saved_result
+            if is_plain(result) and result.numel():
+                sent = Sent.of([(name, is_saturated(result).all())])
+                found = Saturated(
+                    step=self._clock.step, names=(name,), text=dtype_name(result.dtype), elements=result.numel()
+                )
+                self._arrivals.call(sent.copies, partial(self._judge, sent, found))
+
+    def _judge(self, sent: Sent, found: Saturated) -> None:
+        if all(sent.read().values()):
+            self._record(found)

@@ -1,0 +1,111 @@
+"""Faults by which dtypes become narrower in a run: a live model that is converted, and states that are cast when loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case
+from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.records import ParametersCast, StatesCast
+from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.words import filled
+
+
+class _Converted(Sentences):
+    MODEL = (
+        "Since step {step} the weights are in {after:format}: {optimizer} stepped them in {before:format} before. "
+        "Code between steps {step_before} and {step} converted the model that is trained: .bfloat16(), .half() and .to(dtype) "
+        "convert a module in place and return it."
+    )
+    PART = (
+        "Since step {step} {count:.0f} of {of:.0f} weights, in {modules}, are in {after:format}: {optimizer} stepped them in "
+        "{before:format} before. Code between steps {step_before} and {step} converted these modules: .bfloat16(), .half() and "
+        ".to(dtype) convert a module in place and return it."
+    )
+    ROUNDED_AWAY = "An update below 2^-{bits} of its weight is rounded away since then."
+    COPY = (
+        "Convert a copy of the model, or of its state dict. Continue from a checkpoint of before step {step}: .float() restores "
+        "the dtype alone, and the values stay rounded."
+    )
+    DEEPCOPY = "exported = copy.deepcopy(model).to(torch.{after})  # the model itself keeps its dtype"
+
+
+def _model_converted(case: Case) -> Iterator[Found]:
+    """Weights that became 16 bits wide between two steps of the optimizer that was made for them in FP32.
+
+    False alarms: A training that changes to 16-bit weights on purpose, with the same optimizer, is reported.
+    """
+    found = next(case.recorded(ParametersCast), None)
+    if found is None:
+        return
+    before, after = found.dtypes
+    bits = SIGNIFICAND_BITS.get(after)
+    optimizers = case.precision.optimizers
+    optimizer = optimizers[0].type if len(optimizers) == 1 else "the optimizer"
+    yield Found.of(
+        case,
+        [found],
+        (
+            _Converted.MODEL.when(found.count == found.of) or _Converted.PART,
+            _Converted.ROUNDED_AWAY.when(bits),
+        ),
+        _Converted.COPY,
+        _Converted.DEEPCOPY,
+        words={"step_before": found.step - 1, "optimizer": optimizer, "bits": bits and bits + 1},
+        evidence={"before": before, "after": after},
+        layer=found.name,
+    )
+
+
+class _Loaded(Sentences):
+    CAST = (
+        "Before step {step} load_state_dict{at} cast the states {states:some} of {optimizer} from {before:format} to "
+        "{after:format}: torch casts a loaded state to its parameter's dtype. The training before the load had them in "
+        "{before:format}; since then each step rounds them to {after:format}."
+    )
+    RESTORE = "Put the states back in their own dtypes after the load."
+    PUT_BACK = (
+        "optimizer.load_state_dict(saved)\n"
+        'weights = [p for group in optimizer.param_groups for p in group["params"]]\n'
+        'for number, states in saved["state"].items():\n'
+        "    p = weights[number]\n"
+        "    for name in {literal}:\n"
+        "        optimizer.state[p][name] = states[name].to(p.device, copy=True)"
+    )
+
+
+def _states_cast(case: Case) -> Iterator[Found]:
+    """States of an optimizer in FP32 that ``load_state_dict`` cast to the 16 bits of their parameters.
+
+    False alarms: States of a training in FP32 that is continued in 16 bits on purpose are reported.
+    """
+    found = next(case.recorded(StatesCast), None)
+    if found is None:
+        return
+    optimizer, line, *states = found.names
+    before, after = found.dtypes
+    literal = ", ".join(f'"{name}"' for name in states)
+    yield Found.of(
+        case,
+        [found],
+        _Loaded.CAST,
+        _Loaded.RESTORE,
+        _Loaded.PUT_BACK,
+        words={
+            "at": filled(" ({})", line),
+            "states": states,
+            "optimizer": optimizer,
+            "literal": f"({literal},)" if len(states) == 1 else f"({literal})",
+        },
+        evidence={"before": before, "after": after},
+    )
+
+
+_OF_16_BITS = (
+    *("updates-lost", "masters-overwritten", "moments-cannot-decay", "moments-flushed", "weight-decay-lost"),
+    "epsilon-zero",
+)
+FAULTS = (
+    Fault("model-converted", "warning", _model_converted, (_Converted,), _OF_16_BITS, "warning", is_of_every_step=True),
+    Fault("states-cast-by-loading", "warning", _states_cast, (_Loaded,), _OF_16_BITS, "warning", is_of_every_step=True),
+)

@@ -1,0 +1,265 @@
+"""Gradients that are exactly zero in all sampled steps: of a whole model, of its first layers, of a branch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from agreeing_reports import contradictions
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
+
+from mpinspect import Inspector
+from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.records import Saturated, recorded
+
+ID = "gradients-all-zero"
+
+
+def train(
+    model: nn.Module, loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor], steps: int = 12, lr: float = 0.01
+) -> RangeReport:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with Inspector(model) as inspector:
+        for _ in range(steps):
+            loss = loss_of(model, torch.randn(16, 8))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    report = inspector.report()
+    assert contradictions(report) == []
+    return report
+
+
+def mlp(*last: nn.Module) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4), *last)
+
+
+def named(report: RangeReport):
+    return [finding for finding in report.findings if finding.id == ID]
+
+
+def saturating(function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype):
+    def loss_of(model, x):
+        return function(model(x).to(dtype) + torch.tensor([40.0, -800, -800, -800]).to(dtype)).float().sum()
+
+    return loss_of
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("function", "name", "code"),
+    [
+        (torch.sigmoid, "sigmoid", "BCEWithLogitsLoss"),
+        (torch.tanh, "tanh", "x.float()"),
+        (lambda x: x.softmax(-1), "softmax", "cross_entropy"),
+    ],
+    ids=["sigmoid", "tanh", "softmax"],
+)
+def test_a_saturated_function_before_the_loss_is_named(function, name, code, dtype):
+    report = train(mlp(), saturating(function, dtype))
+    (finding,) = named(report)
+    assert (finding.severity, finding.layer) == ("error", "0.weight")
+    assert (finding.evidence["parameters"], finding.evidence["steps"]) == (4, 12)
+    assert (finding.evidence["function"], finding.evidence["elements"]) == (name, 64)
+    assert f"results of a {name} in " in finding.message
+    assert code in finding.code
+    assert report.verdict.healthy is False
+
+
+def test_the_argument_from_which_a_sigmoid_rounds_to_1_is_that_of_bf16():
+    (finding,) = named(train(mlp(), saturating(torch.sigmoid, torch.bfloat16)))
+    edge = next(
+        x / 100 for x in range(1, 1000) if torch.sigmoid(torch.tensor(x / 100, dtype=torch.float64)).bfloat16() == 1
+    )
+    assert math.isclose(edge, 9 * math.log(2), abs_tol=0.02)
+    assert f"of about {edge:.1f} on" in finding.message
+    (wide,) = named(train(mlp(), saturating(torch.sigmoid, torch.float32)))
+    assert "rounds to 1" not in wide.message
+
+
+def test_a_factor_of_zero_leaves_the_whole_model_without_a_gradient():
+    (finding,) = named(train(mlp(), lambda model, x: (model(x) * 0).sum()))
+    assert finding.severity == "error"
+    assert "arrive at the output of '2' are zero already" in finding.message
+    assert "function" not in finding.evidence
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_a_few_steps_are_no_evidence(steps):
+    assert named(train(mlp(), lambda model, x: (model(x) * 0).sum(), steps)) == []
+
+
+class Narrow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad = grad.to(torch.float8_e5m2).float()
+        return grad @ weight, grad.t() @ x
+
+
+class NarrowLinear(nn.Linear):
+    def forward(self, x):
+        return Narrow.apply(x, self.weight) + self.bias
+
+
+@pytest.mark.parametrize(("factor", "is_told"), [(1e-9, True), (1.0, False)])
+def test_a_backward_that_casts_to_fp8_without_a_scale_is_named(factor, is_told):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), NarrowLinear(16, 4))
+    found = named(train(model, lambda model, x: model(x).square().mean() * factor))
+    assert bool(found) is is_told
+    if is_told:
+        (finding,) = found
+        assert (finding.severity, finding.layer, finding.certainty) == ("warning", "0.weight", "inferred")
+        assert finding.evidence["border"] == "2"
+        assert "FP8 E5M2 and FP8 E4M3" in finding.message
+        assert "float8_e5m2" in finding.code
+
+
+def test_a_dead_relu_is_not_taken_for_a_cast():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    nn.init.constant_(model[2].bias, -100.0)
+    (finding,) = named(train(model, lambda model, x: (model(x) - 3).square().mean()))
+    assert finding.severity == "warning"
+    assert finding.evidence["border"] == "4"
+    assert "FP8" not in finding.message
+    assert "dead ReLU" in finding.message
+    assert finding.code == ""
+
+
+class Gated(nn.Module):
+    """A block whose gate begins at zero (ReZero), and a low-rank adapter whose second factor does (LoRA)."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.gate = nn.Parameter(torch.zeros(()))
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x):
+        return x + self.gate * self.inner(x) + self.up(self.down(x))
+
+
+def test_weights_behind_a_zero_are_silent_in_the_first_step_alone():
+    assert named(train(Gated(), lambda model, x: (model(x) - x.flip(-1)).square().mean())) == []
+
+
+def test_the_micro_batches_of_a_first_step_are_one_step():
+    model = Gated()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(2):
+            for _ in range(8):
+                x = torch.randn(16, 8)
+                (model(x) - x.flip(-1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            # The gate and the adapter are put back, as by a schedule that has not begun.
+            nn.init.zeros_(model.gate)
+            nn.init.zeros_(model.up.weight)
+    assert named(inspector.report()) == []
+
+
+class Routed(nn.Module):
+    """Experts of which some get no sample, or a weight of zero."""
+
+    def __init__(self, used: int, dense: bool):
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem = nn.Linear(8, 8)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3))
+        self.used, self.dense = used, dense
+
+    def forward(self, x):
+        x = self.stem(x)
+        weights = torch.zeros(3)
+        weights[self.used] = 1.0
+        if self.dense:
+            return sum(weight * expert(x) for weight, expert in zip(weights, self.experts, strict=True))
+        return sum(
+            expert(x[: len(x) if number == self.used else 0]).sum(0) for number, expert in enumerate(self.experts)
+        )
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("used", [0, 2])
+def test_unused_experts_are_no_alarm(used, dense):
+    report = train(Routed(used, dense), lambda model, x: (model(x) - 1).square().mean())
+    assert all(finding.severity == "info" for finding in named(report))
+    assert report.verdict.healthy is True
+
+
+class OneStep(nn.Module):
+    """A recurrent cell that is called once, with a state of zeros: the state's weight has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.RNNCell(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.cell(x))
+
+
+def test_a_recurrent_weight_without_a_past_is_no_alarm():
+    report = train(OneStep(), lambda model, x: model(x).square().mean())
+    assert named(report) == []
+
+
+def test_a_loss_multiplied_by_zero_is_information():
+    class TwoHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.main, self.later = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def loss_of(model, x):
+        x = model.body(x).tanh()
+        return model.main(x).square().mean() + 0.0 * model.later(x).square().mean()
+
+    report = train(TwoHeads(), loss_of)
+    (finding,) = named(report)
+    assert (finding.severity, finding.layer) == ("info", "later.weight")
+    assert report.verdict.healthy is True
+
+
+def test_pruned_weights_and_unused_rows_are_no_finding():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4))
+    prune.random_unstructured(model[1], "weight", amount=0.9)
+    report = train(model, lambda model, x: model(torch.randint(0, 5, (16,))).square().mean())
+    assert named(report) == []
+
+
+def test_partly_saturated_functions_are_not_recorded():
+    model = mlp()
+    with Inspector(model) as inspector:
+        (model(torch.randn(16, 8)) + torch.tensor([40.0, 0, 0, 0])).sigmoid().sum().backward()
+        (model(torch.randn(16, 8)) + 40.0).sigmoid().sum().backward()
+    found = list(recorded(inspector.session().measurements, Saturated))
+    assert [each.names for each in found] == [("sigmoid",)]
+
+
+def test_a_checkpointed_function_is_not_computed_again_for_the_search():
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        return (x + 40.0).sigmoid()
+
+    model = mlp()
+    with Inspector(model) as inspector:
+        loss = checkpoint(function, model(torch.randn(16, 8)), use_reentrant=False).sum()
+        loss.backward()
+    assert len(calls) == 2
+    assert list(recorded(inspector.session().measurements, Saturated)) == []
