@@ -335,8 +335,8 @@ def test_a_rank_that_failed_is_named_and_reports_for_all(tmp_path):
 
 def test_a_second_rank_that_fails_leaves_the_report_to_the_first(tmp_path):
     first, second = rank_after_rank(tmp_path, "error", "error")
-    assert "Error: " in second
-    assert "Error: " not in first
+    assert "\nError: " in second
+    assert "\nError: " not in first
     assert record(tmp_path / RUN_DIR / "rank0")["outcome"] == "ValueError: rank"
 
 
