@@ -406,12 +406,12 @@ def test_a_sum_that_overflows_is_named_with_the_operator_that_used_the_range_up(
 
 def test_an_infinity_of_rounded_inputs_is_named_with_the_operator_that_rounded_them():
     log = ("log", "train.py:7", "forward", "", "_to_copy", "train.py:5", "head", "float16")
-    finding = findings(born(0, log), precision=FP16, events=(broken(7),))["overflow-in-operator"]
+    finding = findings(born(0, log), precision=FP16, events=(broken(7),))["input-rounded-away"]
     assert "In step 7, in 'head' (train.py:5), a cast rounds to FP16 and loses the value" in finding.message
     assert "Compute in FP32 from 'head' (train.py:5) to 'head' (train.py:7)" in finding.fix
     # An operator of the same line has no other place.
     alone = findings(born(0, (*log[:5], "train.py:7", *log[6:])), precision=FP16, events=(broken(7),))
-    assert "an earlier operator had rounded away" in alone["overflow-in-operator"].message
+    assert "an earlier operator had rounded away" in alone["input-rounded-away"].message
 
 
 def test_a_difference_is_named_with_the_addition_that_rounded_its_operands():
