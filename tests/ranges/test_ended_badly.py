@@ -535,7 +535,7 @@ def test_a_run_that_ended_with_an_exception_is_not_healthy(where: str, phase: st
     assert (report.verdict.healthy, report.findings) == (None, ())
     first, *more = report.verdict.lines
     assert first.startswith(f"Ended by an exception {begins}")
-    began = "No finding explains it, and no numerical problem was found in 1 step before it. Start from its traceback."
+    began = "No finding explains it: start from its traceback. No numerical problem was found in 1 step before it."
     assert any(line.startswith(began) for line in more)
     assert first in " ".join(str(report).split())
     assert "broke off" not in str(report)

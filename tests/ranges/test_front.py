@@ -23,6 +23,7 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.session import Precision, TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
+from mpinspect.reporting.finding import SEVERITIES_EXPLAINED
 from mpinspect.reporting.forms import document, render
 from mpinspect.run.diff import DiffReport, diff
 from mpinspect.run.diff.report import ModelDiff, Side
@@ -39,6 +40,21 @@ def part(page: str, tag: str, name: str) -> str:
     """The text of the first element of this class, without tags."""
     (found,) = re.findall(rf"<{tag} [^>]*class=\"{name}[^>]*>(.*?)</{tag}>", page, re.DOTALL)[:1]
     return markup.unescape(re.sub(r'<span class="meaning">.*?</span>|<[^>]*>', " ", found))
+
+
+def test_a_finding_that_several_models_share_stands_once() -> None:
+    parts = tuple(ModelPart(name, analyse(broken())) for name in ("Actor", "Critic"))
+    panel = part(render(RunReport("train.py", "ended", parts, log_dir="runs/a"), ".html"), "section", "panel")
+    (finding,) = (each for each in parts[0].ranges.findings if each.is_alarm)
+    assert panel.count(finding.message) == 1
+    assert "1 error" in panel
+    assert f"{finding.id} Actor, Critic, " in " ".join(panel.split())
+    assert "Change in Actor, Critic: " in " ".join(panel.split())
+
+
+def test_the_severities_are_explained_once_in_the_text() -> None:
+    page = render(of_run(broken()), ".html")
+    assert page.count(f"<dt>severity</dt><dd>{SEVERITIES_EXPLAINED}</dd>") == 1
 
 
 def of_run(session: Any, command: str = "/home/a/train.py --lr 1") -> RunReport:

@@ -115,6 +115,8 @@ def test_a_culprit_without_a_tensor_of_its_own_has_a_row_and_marks_no_other(
     assert shown["near"] == near
     assert (shown["name"], shown["said"], shown["step"]) == (name, "first NaN: step 5, forward", 5)
     assert shown["after"] is after
+    said = "The marked place has no values; \u25b7 marks the rows next to it."
+    assert shown["words"].startswith(said) is bool(near)
     assert shown["block"] == 4
 
 
@@ -146,6 +148,18 @@ def test_a_finding_without_an_event_marks_its_layer_over_the_whole_run():
     assert (given["marked"], given["block"], given["scale"]) == (["blocks.0.fc2"], -1, 11)
     assert (given["name"], given["said"], given["step"]) == ("", "scale-too-low, first seen in step 0", 0)
     assert given["words"] == ""
+
+
+def test_a_marked_row_whose_ranges_are_innocent_says_so():
+    from mpinspect.reporting.finding import Finding
+
+    report = analysing.analyse(replace(broken(nan_from=99), events=()))
+    finding = Finding("narrow-head", "warning", "blocks.0.fc2", "It is.", {})
+    given = data(replace(report, findings=(finding,)))["opening"]
+    assert given["marked"] == ["blocks.0.fc2"]
+    assert given["words"] == "The ranges of 'blocks.0.fc2' do not show this fault."
+    seen = data(replace(report, findings=(replace(finding, id="updates-lost"),)))["opening"]
+    assert (seen["marked"], seen["words"]) == (["blocks.0.fc2"], "")
 
 
 def test_of_an_event_and_a_finding_in_another_step_the_finding_is_marked():

@@ -124,8 +124,8 @@ def test_the_verdict_of_a_healthy_run_has_at_most_four_lines(how):
     assert first.startswith("Healthy: nothing to change. ")
     assert checks.startswith("No numerical problem was found in 8 steps. ")
     searched = "Only the 8 sampled ones were" if how.get("watch") is False else "Every step was"
-    sampled = 3 if "every" in how else 8
-    counted = f"in {sampled} of them the ranges of 4 weight gradients and 3 activation gradients were counted."
+    steps = "3 of them" if "every" in how else "each"
+    counted = f"in {steps} the ranges of 4 weight gradients and 3 activation gradients were counted."
     assert f" {searched} searched for infinities and NaNs; {counted}" in checks
     assert len(verdict.lines) <= 4
     assert not verdict.code

@@ -202,8 +202,9 @@ class _Nothing(Sentences):
     """The record of a run without findings: its length, and the checks."""
 
     WRONG = "No numerical problem was found in {seen}."
-    WRONG_BEFORE_END = "No finding explains it, and no numerical problem was found in {seen} before it."
-    TRACEBACK = "Start from its traceback."
+    UNEXPLAINED = "No finding explains it: start from its traceback."
+    UNEXPLAINED_EXIT = "No finding explains it."
+    WRONG_BEFORE_END = "No numerical problem was found in {seen} before it."
     ALL_SEARCHED = "Every step was searched for infinities and NaNs{counted}."
     SAMPLES_SEARCHED = "Only the {sampled:,} sampled ones were searched for infinities and NaNs{counted}."
     WATCHED_SEARCHED = "{watched:,} of them were searched for infinities and NaNs{counted}."
@@ -226,18 +227,20 @@ def _nothing_wrong(session: Session) -> str:
         "watched": progress.watched_steps,
         "skipped": progress.skipped_steps,
     }
-    error = session.ended_by
-    is_raised = error is not None and not error.text.startswith(_EXIT)
-    says = _Nothing.WRONG_BEFORE_END.when(error) or _Nothing.WRONG
-    skipped = _Nothing.SKIPPED.when(progress.skipped_steps)
-    return text((says, _Nothing.TRACEBACK.when(is_raised), searched, skipped), figures)
+    begins: tuple[_Nothing, ...] = (_Nothing.WRONG,)
+    if (error := session.ended_by) is not None:
+        is_exit = error.text.startswith(_EXIT)
+        begins = (_Nothing.UNEXPLAINED_EXIT.when(is_exit) or _Nothing.UNEXPLAINED, _Nothing.WRONG_BEFORE_END)
+    return text((*begins, searched, _Nothing.SKIPPED.when(progress.skipped_steps)), figures)
 
 
 def _counted(session: Session) -> str:
     """Return a clause on the tensors whose ranges were counted; "" without any."""
     tensors = Counter(key.kind for key in session.totals())
     named = " and ".join(number_of(tensors[kind], kind.replace("_", " ")) for kind in KINDS if tensors[kind])
-    return f"; in {session.progress.sampled_steps:,} of them the ranges of {named} were counted" if named else ""
+    sampled = session.progress.sampled_steps
+    steps = "each" if sampled >= session.progress.steps else f"{sampled:,} of them"
+    return f"; in {steps} the ranges of {named} were counted" if named else ""
 
 
 class _In16Bits(Sentences):

@@ -22,6 +22,8 @@ _PAGES = {"diagnoses.md": {diagnosis.id for diagnosis in DIAGNOSES}, "sentences.
 #: In place of a map.
 NO_MAP = "No tensor was counted, so there is no map."
 _NO_STATE = "Nothing to judge"
+#: The ids of findings on many layers, which name the worst.
+_OF_WORST = frozenset({"updates-lost", "gradients-flushed"})
 
 
 def front(report: RangeReport, name: str, notes: ModuleNotes) -> Front:
@@ -73,7 +75,7 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     first, *more = verdict.sentences or ("",)
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
     place = began(report)
-    has_headline = place or verdict.ended or what_broke(report)
+    has_headline = place or report.session.ended_by or what_broke(report)
     yield from nonempty(
         Line(verdict.ended, "error"),
         Line(place, tone),
@@ -97,7 +99,8 @@ def began(report: RangeReport) -> str:
     when, line = filled("first seen in step {:,}", finding.step), line_of(finding)
     if event is not None and is_of(finding, event):
         return filled("The cause is in {}", line)
-    places = [filled("in {}", finding.layer and module_named(finding.layer)), filled("in {}", line)]
+    where = "worst in {}" if finding.id in _OF_WORST else "in {}"
+    places = [filled(where, finding.layer and module_named(finding.layer)), filled("in {}", line)]
     place = ", ".join(filter(None, places)) or "in no single layer"
     if event is not None and explains_events(finding) and (finding.step or 0) < event.step:
         return f"It began in step {finding.step:,}, {place}; the first infinity or NaN followed in step {event.step:,}"

@@ -49,6 +49,7 @@ class Culprit(NamedTuple):
 
 
 _NOBODY = Culprit("", ())
+_WITHOUT_VALUES = "The marked place has no values; \u25b7 marks the rows next to it."
 
 
 class Opening(NamedTuple):
@@ -102,10 +103,6 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     if found.name and not found.kind and not has_curve:
         lies = found.name if finding is not None and found.name == line_of(finding) else ""
         words = f"The fault lies {filled('in {}, ', lies)}not in the ranges below."
-    elif found.name and found.near:
-        words = "The marked place has no values of its own; \u25b7 marks the nearest rows."
-    elif finding is not None and found.said.startswith(finding.id) and not shows_in_ranges(finding):
-        words = f"The ranges of {finding.layer!r} do not show this fault."
     if not found.kind and is_other and format == FLOAT16.name:
         words = f"{words} {_what_if(report)}".lstrip()
     if event is not None:
@@ -176,7 +173,7 @@ def _culprit(
         return _NOBODY
     said = f"{finding.id}{filled(', first seen in step {:,}', finding.step)}"
     otherwise = line_of(finding) or "no single layer"
-    return _in_module(finding.layer, otherwise, said, finding.step, layers, watched)
+    return _in_module(finding.layer, otherwise, said, finding.step, layers, watched, shows_in_ranges(finding))
 
 
 def _of_end(report: RangeReport, layers: Sequence[LayerReport]) -> Culprit:
@@ -196,14 +193,24 @@ def _in_module(
     step: int | None,
     layers: Sequence[LayerReport],
     watched: Sequence[LayerReport],
+    is_in_ranges: bool = False,
 ) -> Culprit:
-    """Return a module or tensor as the culprit; without one a row of its own, with the name ``otherwise``."""
+    """Return a module or tensor as the culprit; without one a row of its own, with the name ``otherwise``.
+
+    ``is_in_ranges``: whether the ranges of the module or tensor show the fault.
+    """
     if not module:
         return Culprit("", (), (), otherwise, said, step)
     kind, near, is_own = _nearest(module, "", module, layers, watched)
     if is_own:
-        return Culprit(kind, near, said=said, step=step)
-    return Culprit(kind, (), near, module, said, step)
+        words = "" if is_in_ranges else f"The ranges of {module!r} do not show this fault."
+        return Culprit(kind, near, said=said, step=step, words=words)
+    words = (
+        _WITHOUT_VALUES
+        if is_in_ranges
+        else "The marked place has no values; the rows next to it (\u25b7) do not show the fault."
+    )
+    return Culprit(kind, (), near, module, said, step, words=words)
 
 
 def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[LayerReport], line: str = "") -> Culprit:
@@ -223,7 +230,8 @@ def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[Lay
         # The model's own code is nearest to no layer.
         near = ()
     name = event.module if event.place == repr(event.module) else line or event.place
-    return Culprit(kind, (), near, name, said, event.step, event.after or is_loss)
+    words = _WITHOUT_VALUES if near else ""
+    return Culprit(kind, (), near, name, said, event.step, event.after or is_loss, words)
 
 
 def _nearest(
