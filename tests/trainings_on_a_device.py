@@ -44,6 +44,18 @@ def plain() -> tuple[nn.Module, Step]:
     return model, step
 
 
+def saturated() -> tuple[nn.Module, Step]:
+    model, x = network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (model(x) + 40).sigmoid().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
 def scaled() -> tuple[nn.Module, Step]:
     model, x = network(), batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -147,6 +159,7 @@ def adversarial() -> tuple[nn.Module, Step]:
 TRAININGS: dict[str, tuple[Callable[[], tuple[nn.Module, Step]], dict[str, Any]]] = {
     "defaults": (plain, {}),
     "all kinds": (plain, {"capture": KINDS}),
+    "saturated sigmoid": (saturated, {}),
     "scaler": (scaled, {}),
     "masters": (masters, {}),
     "accumulation": (accumulated, {}),

@@ -22,6 +22,7 @@ from mpinspect.ranges.store.reader import read_session
 TRAININGS = (
     "defaults",
     "all kinds",
+    "saturated sigmoid",
     "scaler",
     "masters",
     "accumulation",

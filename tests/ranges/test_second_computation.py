@@ -449,6 +449,17 @@ def test_a_difference_leads_to_the_addition_that_made_its_operands_equal():
     assert before(cancelled) == ("add", "bfloat16", 2)
 
 
+def test_a_difference_of_sums_leads_to_the_sum_that_rounds_and_not_to_its_terms():
+    terms = (4 + values(64, 96) / 8).sqrt()
+    with Twice() as second:
+        rounded = terms.bfloat16()
+        total = rounded.sum(1)
+        total.float() - (terms.sum(1) + 1e-2)
+    (cancelled,) = records(second, AmplifiedError)
+    # The errors of 96 terms average out; the sum's unit in the last place, near 192, is 1.
+    assert before(cancelled) == ("sum", "bfloat16", 1)
+
+
 def test_an_error_to_which_layers_add_alike_has_no_origin():
     torch.manual_seed(0)
     wide = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))

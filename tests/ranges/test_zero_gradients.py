@@ -156,6 +156,16 @@ def test_weights_behind_a_zero_are_silent_in_the_first_step_alone():
     assert named(train(Gated(), lambda model, x: (model(x) - x.flip(-1)).square().mean())) == []
 
 
+def test_a_head_of_zeros_that_is_never_updated_is_no_finding():
+    model = mlp()
+    nn.init.zeros_(model[2].weight)
+    with Inspector(model) as inspector:
+        for _ in range(12):
+            model.zero_grad()
+            (model(torch.randn(16, 8)) - 1).square().mean().backward()
+    assert named(inspector.report()) == []
+
+
 def test_the_micro_batches_of_a_first_step_are_one_step():
     model = Gated()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

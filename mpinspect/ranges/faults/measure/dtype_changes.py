@@ -8,7 +8,7 @@ import torch
 
 from mpinspect.ranges.capture.loaded_states import CastStates, cast_states
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.measuring import Measuring, Run
+from mpinspect.ranges.faults.measure.measuring import NARROW, Measuring, Run
 from mpinspect.ranges.records import ParametersCast, StatesCast
 
 #: Maximum number of groups that are read in every step.
@@ -31,7 +31,7 @@ class DtypeChanges(Measuring):
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, CastStates] = weakref.WeakKeyDictionary()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the states that were cast since the last step, and the parameters that became narrower."""
+        """Record the states that were cast since the last step, and the parameters that became 16 bits wide."""
         cast = cast_states(optimizer)
         if cast is not None and self._known.get(optimizer) is not cast:
             self._known[optimizer] = cast
@@ -46,7 +46,8 @@ class DtypeChanges(Measuring):
         before = self._all.get(optimizer, {})
         now = {each.name: each.parameter.dtype for each in self._optimizers.parameters(optimizer)}
         self._all[optimizer] = now
-        narrower = [name for name, dtype in now.items() if name in before and dtype.itemsize < before[name].itemsize]
+        wide = {name for name, dtype in before.items() if dtype.is_floating_point and dtype not in NARROW}
+        narrower = [name for name, dtype in now.items() if name in wide and dtype in NARROW]
         if narrower:
             text = f"{dtype_name(before[narrower[0]])} {dtype_name(now[narrower[0]])}"
             found = ParametersCast(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.faults.measure.twins import Marks
 
 aten = torch.ops.aten
@@ -93,6 +94,7 @@ class Origins:
         twin: torch.Tensor,
         local: Callable[[], torch.Tensor],
         names: Callable[[], tuple[str, ...]],
+        is_sum: bool,
     ) -> None:
         """Attribute a finite result's error, and its size in FP16, to its operator or to those of its operands.
 
@@ -102,19 +104,21 @@ class Origins:
             value, twin: its result, and the exact one.
             local: returns its exact result for these operands.
             names: returns those of ``Origin``.
+            is_sum: whether it adds up terms, whose errors average out, so that its own is not estimated.
         """
         if value.dtype is torch.float16:
             self._near.put(value, self._nearness(operands, value, names))
         error, measure = _error(value, twin), _measure(operator)
         known = list(filter(None, map(self._errors.of, operands)))
         squares = [each.error[measure] ** 2 for each in known]
-        own = _own(error, math.sqrt(sum(squares)), measure, value, local) if known else error[measure]
+        before = math.inf if is_sum else math.sqrt(sum(squares))
+        own = _own(error, before, measure, value, local) if known else error[measure]
         if not error[measure]:
             self._errors.put(value, None)
             return
         shares: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for each, square in zip(known, squares, strict=True):
-            shares[each.names] += each.share * square / sum(squares)
+            shares[each.names] += ratio(each.share * square, sum(squares))
         first = max(shares, key=shares.__getitem__, default=())
         part = min(own / error[measure], 1.0) ** 2
         share = shares[first] * (1 - part)

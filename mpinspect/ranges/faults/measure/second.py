@@ -416,7 +416,7 @@ class SecondComputation:
             self._compare_sum(pending, value, local())
         if _is_in_forward():
             operands, origin = _plain(pending.given[0]), partial(self._origin, pending, value)
-            self._origins.made(pending.func, operands, value, twin, local, origin)
+            self._origins.made(pending.func, operands, value, twin, local, origin, operator in SUMS)
         if operator in _AMPLIFYING:
             if operator in ADDITIONS and is_rounded:
                 self._compare_addition(pending, value, twin, local)

@@ -275,7 +275,9 @@ def _gradients_all_zero(case: Case) -> Iterator[Found]:
     counts do not distinguish them from flushed ones; outside of FP16 as information, unless they are the model's first layers.
     """
     if run_format(case.session) != FLOAT16:
-        yield from _silent(case)
+        # A head that begins at zero leaves the layers before it without a gradient until the first update.
+        if case.progress.weights_moved is not False:
+            yield from _silent(case)
         return
     zero, unseen = always_zero(case.totals), replaced(case)
     names = [name for name in zero if name not in unseen]
