@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.faults.measure.twins import Marks
 
 aten = torch.ops.aten
@@ -117,7 +118,7 @@ class Origins:
             return
         shares: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for each, square in zip(known, squares, strict=True):
-            shares[each.names] += each.share * square / sum(squares)
+            shares[each.names] += ratio(each.share * square, sum(squares))
         first = max(shares, key=shares.__getitem__, default=())
         part = min(own / error[measure], 1.0) ** 2
         share = shares[first] * (1 - part)

@@ -211,7 +211,7 @@ def _input_rounded_away(case: Case) -> Iterator[Found]:
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
     infinity or NaN.
 
-    False alarms: It is measured.
+    False alarms: It is measured. The operator that rounded is named where it stands on another line.
     """
     return (found for found in _born_infinite(case) if not found.evidence["largest"])
 
