@@ -473,6 +473,12 @@ def test_an_error_to_which_layers_add_alike_has_no_origin():
     assert cancelled.names[4:] == ()
 
 
+def test_an_addition_that_absorbs_its_operands_error_is_computed_twice():
+    with Twice() as second:
+        values(64).bfloat16() + 2.0**30
+    assert second.skipped == {}
+
+
 def test_a_sum_that_stops_growing():
     ones = torch.ones(1526, 4).bfloat16()
     with Twice() as second:

@@ -109,13 +109,13 @@ class Origins:
         if value.dtype is torch.float16:
             self._near.put(value, self._nearness(operands, value, names))
         error, measure = _error(value, twin), _measure(operator)
+        if not error[measure]:
+            self._errors.put(value, None)
+            return
         known = list(filter(None, map(self._errors.of, operands)))
         squares = [each.error[measure] ** 2 for each in known]
         before = math.inf if is_sum else math.sqrt(sum(squares))
         own = _own(error, before, measure, value, local) if known else error[measure]
-        if not error[measure]:
-            self._errors.put(value, None)
-            return
         shares: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for each, square in zip(known, squares, strict=True):
             shares[each.names] += ratio(each.share * square, sum(squares))
