@@ -18,6 +18,7 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.recipes import OPERANDS, RECIPES
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.agreement import GradientAgreement, LayerProbe
+from mpinspect.ranges.analysis.precision_ranking import GradientErrors, PrecisionRanking, Widening
 from mpinspect.ranges.analysis.recipe_comparison import RecipeReport, product_rows
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.probe import ProbeReport
@@ -76,6 +77,13 @@ def recipes(*names):
     return RecipeReport("".join(names[:1]), compared, rows, 2, names, names)
 
 
+def ranking(*names):
+    errors = GradientErrors(0.5, 1.5, "".join(names[:1]))
+    better = GradientErrors(0.1, 0.3, "".join(names[-1:]))
+    modules = tuple(Widening(name, operator, better, not operator) for name in names for operator in ("", name))
+    return PrecisionRanking("".join(names[:1]), len(names), errors if names else None, modules, len(names))
+
+
 def hostile_diff():
     """Return the diff of two runs with hostile names, whose layers, settings, findings and events differ."""
     names = (*sessions.HOSTILE_NAMES, HOSTILE)
@@ -108,6 +116,8 @@ REPORTS = {
     "ranges hostile": lambda: sessions.report_by_hand(sessions.all_sessions()["hostile"]),
     "probe empty": probe,
     "probe hostile": lambda: probe(HOSTILE, "decoder.weight"),
+    "ranking empty": ranking,
+    "ranking hostile": lambda: ranking(HOSTILE, "decoder"),
     "recipes empty": recipes,
     "recipes hostile": lambda: recipes(HOSTILE, "decoder"),
     "shapes small": shape_records.small,

@@ -134,7 +134,7 @@ class Origins:
         if largest < _NEAR:
             return None
         before = next(filter(None, map(self._near.of, operands)), None)
-        return before or Near(names(), largest, largest / max(1.0, *map(_largest, operands)))
+        return before or Near(names(), largest, largest / max([1.0, *map(_largest, operands)]))
 
 
 def _measure(operator: torch._ops.OpOverload) -> int:
