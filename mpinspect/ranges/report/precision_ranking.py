@@ -21,9 +21,8 @@ _LEGEND = (
     "the parts of the one that lowers the mean most"
 )
 _CODE = """\
-# in place of x = {module}(x):
 with torch.autocast(x.device.type, enabled=False):
-    x = {module}.float()(x.float())"""
+    x = model.get_submodule({module!r}).float()(x.float())"""
 
 
 def document(report: PrecisionRanking) -> Document:
@@ -46,7 +45,7 @@ def _blocks(report: PrecisionRanking) -> Iterator[Block]:
         )
         return
     yield Line(
-        f"The gradients of {weights} are {percent(errors.mean)} from FP32's on average, and {percent(errors.worst)} in "
+        f"The gradients of {weights} are {percent(errors.mean)} from FP32's on average, and {_error(errors.worst)} in "
         f"{errors.whose!r}. Whether that harms the training is not measured."
     )
     yield from _advice(errors, report.modules, report.model)
@@ -73,7 +72,7 @@ def _advice(errors: GradientErrors, modules: tuple[Widening, ...], model: str) -
     taken = percent(_taken(part, errors))
     yield Line(f"In FP32, {_name(part, model)} alone takes {taken} of that away.{together}", "warning")
     if part.module and not part.is_own:
-        yield Code(_CODE.format(module=f"self.{part.module}"))
+        yield Code(_CODE.format(module=part.module))
 
 
 def _taken(part: Widening, errors: GradientErrors) -> float:
@@ -106,7 +105,12 @@ def _table(report: PrecisionRanking, errors: GradientErrors) -> Tables:
 
 
 def _figures(errors: GradientErrors) -> tuple[Cell, Cell, Cell]:
-    return Cell(percent(errors.mean)), Cell(percent(errors.worst)), Cell(errors.whose)
+    return Cell(percent(errors.mean)), Cell(_error(errors.worst)), Cell(errors.whose)
+
+
+def _error(relative: float) -> str:
+    """Return an error in percent, which may exceed 100."""
+    return percent(relative) if relative <= 1 else f"{100 * relative:,.0f}%"
 
 
 # -- JSON ---------------------------------------------------------------------------------------------------------------
