@@ -22,7 +22,7 @@ _LEGEND = (
 )
 _CODE = """\
 with torch.autocast(x.device.type, enabled=False):
-    x = model.get_submodule({module!r}).float()(x.float())"""
+    x = module.float()(x.float())"""
 
 
 def document(report: PrecisionRanking) -> Document:
@@ -72,7 +72,7 @@ def _advice(errors: GradientErrors, modules: tuple[Widening, ...], model: str) -
     taken = percent(_taken(part, errors))
     yield Line(f"In FP32, {_name(part, model)} alone takes {taken} of that away.{together}", "warning")
     if part.module and not part.is_own:
-        yield Code(_CODE.format(module=part.module))
+        yield Code(_CODE)
 
 
 def _taken(part: Widening, errors: GradientErrors) -> float:
