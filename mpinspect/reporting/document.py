@@ -300,6 +300,7 @@ class Front:
         picture: an interactive picture; None without one.
         without: a sentence in place of the picture, if there are no tabs either.
         tabs: documents that are shown in place of the picture, the first of them if there is none.
+        headline: where the gravest finding began; above the document's alarm, which says what followed.
     """
 
     name: str
@@ -312,6 +313,7 @@ class Front:
     picture: Widget | None = None
     without: str = ""
     tabs: tuple[Tab, ...] = ()
+    headline: str = ""
 
 
 class Term(NamedTuple):

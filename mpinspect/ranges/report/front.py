@@ -38,6 +38,7 @@ def front(report: RangeReport, name: str, notes: ModuleNotes) -> Front:
         tuple(listed(report)),
         picture=picture(Mapped("", report, notes)),
         without=NO_MAP,
+        headline=began(report),
     )
 
 
@@ -74,11 +75,9 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     verdict = report.verdict
     first, *more = verdict.sentences or ("",)
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
-    place = began(report)
-    has_headline = place or report.session.ended_by or what_broke(report)
+    has_headline = began(report) or report.session.ended_by or what_broke(report)
     yield from nonempty(
         Line(verdict.ended, "error"),
-        Line(place, tone),
         # The alarm, the exception or the place is the headline.
         Line(first, "lead" if has_headline else tone),
         *map(Line, more),
@@ -89,21 +88,20 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
 
 
 def began(report: RangeReport) -> str:
-    """Return where and at which step the gravest finding began; "" without one, or if a page's alarm says so.
-
-    If the alarm names another step, the words relate the two.
-    """
+    """Return where and at which step the gravest finding began; "" without one, or if a page's alarm says so."""
     finding, event = next((each for each in report.findings if each.is_alarm), None), what_broke(report)
     if finding is None:
         return ""
     when, line = filled("first seen in step {:,}", finding.step), line_of(finding)
     if event is not None and is_of(finding, event):
+        if explains_events(finding) and not (line or finding.layer):
+            return f"The cause is in no layer: {finding.id}"
         return filled("The cause is in {}", line)
     where = "worst in {}" if finding.id in _OF_WORST else "in {}"
     places = [filled(where, finding.layer and module_named(finding.layer)), filled("in {}", line)]
     place = ", ".join(filter(None, places)) or "in no single layer"
     if event is not None and explains_events(finding) and (finding.step or 0) < event.step:
-        return f"It began in step {finding.step:,}, {place}; the first infinity or NaN followed in step {event.step:,}"
+        return f"It began in step {finding.step:,}, {place}"
     if event is not None:
         return f"The gravest finding is another one, {place}, {when}"
     when = when or "throughout the run"

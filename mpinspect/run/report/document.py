@@ -194,7 +194,15 @@ def _front(report: RunReport) -> Front:
         _picture(report),
         (report.parts and NO_MAP) or "No model was inspected, so there is no map.",
         tuple(_tabs(report)),
+        headline=_headline(report),
     )
+
+
+def _headline(report: RunReport) -> str:
+    """Return where the gravest finding of the gravest model began."""
+    worst = max(report.parts, key=_gravity, default=None)
+    place = worst and began(_without_end(worst.ranges))
+    return f"{worst.name}: {place}" if worst and place and len(report.parts) > 1 else place or ""
 
 
 def _picture(report: RunReport) -> Widget | None:
@@ -235,9 +243,6 @@ def _panel(report: RunReport) -> Iterator[Block]:
 def _verdict_of_several(gravest: list[ModelPart]) -> Iterator[Block]:
     """Yield the models' verdicts, the change of the worst, and below them the models' precisions."""
     tone: Tone = "good" if all(part.ranges.verdict.healthy for part in gravest) else "lead"
-    worst = gravest[0]
-    place = began(worst.ranges)
-    yield from lines(place and f"{worst.name}: {place}", tone=state_of(worst.ranges)[1])
     yield from lines(*_openings(gravest), tone=tone)
     if tone == "good":
         yield from lines(*_by_model((part.name, part.ranges.verdict.sentences[1]) for part in gravest))
