@@ -88,9 +88,14 @@ def _nothing_passes_from_file_to_file() -> Iterator[None]:
     """Hide a million existing objects from the garbage collector and from code that searches its objects; check the threads.
 
     A file that leaves torch with two threads would make the trainings of all later files take six times as long. Dynamo counts
-    what earlier files compiled, and a step in a process with compiled code is not computed twice.
+    what earlier files compiled, and a step in a process with compiled code is not computed twice. torchao remembers that an
+    earlier file has converted a model, so that a model without a converted layer would be reported.
     """
     import torch
+
+    converter = sys.modules.get("torchao.float8._inductor_patch")
+    if converter is not None:
+        converter._PATCHED = False  # type: ignore[attr-defined]
 
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is not None:
