@@ -101,13 +101,13 @@ def began(report: RangeReport) -> str:
     places = [filled(where, finding.layer and module_named(finding.layer)), filled("in {}", line)]
     place = ", ".join(filter(None, places)) or "in no single layer"
     if event is not None and explains_events(finding) and (finding.step or 0) < event.step:
-        return f"It began in step {finding.step:,}, {place}"
+        return f"It began in step {finding.step:,}, {place}: {finding.id}"
     if event is not None:
-        return f"The gravest finding is another one, {place}, {when}"
+        return f"The gravest finding is another one, {place}, {when}: {finding.id}"
     when = when or "throughout the run"
     if not finding.layer and not line:
-        return f"{upper_first(when)}, {place}"
-    return f"{upper_first(place)}, {when}"
+        return f"{upper_first(when)}, {place}: {finding.id}"
+    return f"{upper_first(place)}, {when}: {finding.id}"
 
 
 def merged(found: Iterable[Listed]) -> Iterator[Listed]:
