@@ -12,11 +12,10 @@ import torch
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.analysis.precision_ranking import GradientErrors, PrecisionRanking, Widening
-from mpinspect.ranges.capture.passes import LossFunction, require_loss
-from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
+from mpinspect.ranges.capture.passes import LossFunction, require_step
 from mpinspect.ranges.faults.measure.widened import Widened
+from mpinspect.ranges.second_opinion import run_twice
 from mpinspect.runtime.untouched import ModelState, RandomState
-from mpinspect.runtime.wrappers import compiled_modules_eager
 
 #: After which no further module is tried.
 _MOST_PASSES, _MOST_SECONDS = 40, 60.0
@@ -68,12 +67,7 @@ class _Search:
     """Computes a step again and again, with other operators in FP32 each time."""
 
     def __init__(self, model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model is of type {type(model).__name__}, not a torch.nn.Module")
-        if not callable(loss_fn):
-            raise TypeError(
-                f"loss_fn is of type {type(loss_fn).__name__}: give a function that returns loss_fn(model, batch)"
-            )
+        require_step(model, loss_fn)
         self._model, self._loss_fn, self._batch = model, loss_fn, batch
         self._random, self._state = RandomState.now(), ModelState(model)
         self._began = time.perf_counter()
@@ -157,23 +151,17 @@ class _Search:
         """Return the weights' gradients in FP32; None if time or memory ended the pass."""
         self.restore()
         self._passes += 1
-        for parameter in self._model.parameters():
-            parameter.grad = None
-        running = RunningModules()
-        second = Widened(running.path, self._model.named_parameters(), chosen)
-        running.follow(self._model)
-        try:
-            with compiled_modules_eager(), torch.enable_grad(), Twice(second, running):
-                loss = self._loss_fn(self._model, self._batch)
-                require_loss(loss, 0, finite=False)
-                loss.backward()  # type: ignore[no-untyped-call]
-            gradients = {
-                name: second.exact(each.grad) if is_exact else each.grad.float()
-                for name, each in self._model.named_parameters()
-                if each.grad is not None and each.grad.layout is torch.strided
-            }
-        finally:
-            running.unfollow()
+        second = run_twice(
+            self._model,
+            self._loss_fn,
+            self._batch,
+            lambda running: Widened(running, self._model.named_parameters(), chosen),
+        )
+        gradients = {
+            name: second.exact(each.grad) if is_exact else each.grad.float()
+            for name, each in self._model.named_parameters()
+            if each.grad is not None and each.grad.layout is torch.strided
+        }
         self._calls = self._calls or second.calls
         return gradients if second.is_whole else None
 

@@ -12,7 +12,7 @@ from mpinspect.numeric.recipes import TrainingRecipe, as_recipes
 from mpinspect.ranges.analysis.recipe_comparison import RecipeReport, product_rows
 from mpinspect.ranges.capture.experts import ExpertProducts
 from mpinspect.ranges.capture.operands import OperandLosses, may_be_layer
-from mpinspect.ranges.capture.passes import LossFunction, materialised, require_loss
+from mpinspect.ranges.capture.passes import LossFunction, materialised, require_loss, require_step
 from mpinspect.runtime.untouched import ModelState, RandomState
 from mpinspect.runtime.wrappers import compiled_modules_eager
 
@@ -53,10 +53,7 @@ def compare_recipes(
             recipes are neither names nor recipes.
         ValueError: no batches, no or an unknown recipe, no called layer, a loss that is not one number or has no graph.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is of type {type(model).__name__}, not a torch.nn.Module")
-    if not callable(loss_fn):
-        raise TypeError(f"loss_fn is of type {type(loss_fn).__name__}: give a function of the model and a batch")
+    require_step(model, loss_fn)
     chosen = as_recipes(recipes)
     if not chosen:
         raise ValueError("recipes is empty: name at least one, such as 'mxfp8'")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from mpinspect.ranges.analyse import analyse
-from mpinspect.ranges.capture.passes import LossFunction, require_loss
+from mpinspect.ranges.capture.passes import LossFunction, require_loss, require_step
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
 from mpinspect.ranges.faults.name.second import FAULTS
@@ -15,6 +16,8 @@ from mpinspect.ranges.session import RunInfo, Session
 from mpinspect.reporting.finding import Finding
 from mpinspect.runtime.untouched import ModelState, RandomState
 from mpinspect.runtime.wrappers import compiled_modules_eager
+
+AnySecond = TypeVar("AnySecond", bound=SecondComputation)
 
 
 def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Finding, ...]:
@@ -44,28 +47,51 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
         TypeError: model is not a Module, loss_fn is not callable, or the loss is not a tensor.
         ValueError: the loss is not one number, or has no graph.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is of type {type(model).__name__}, not a torch.nn.Module")
-    if not callable(loss_fn):
-        raise TypeError(
-            f"loss_fn is of type {type(loss_fn).__name__}: give a function that returns loss_fn(model, batch)"
-        )
+    require_step(model, loss_fn)
     random, state = RandomState.now(), ModelState(model)
-    running = RunningModules()
-    second = SecondComputation(running.path, model.named_parameters(), model.named_buffers())
-    running.follow(model)
     try:
-        for parameter in model.parameters():
-            parameter.grad = None
-        with compiled_modules_eager(), torch.enable_grad(), Twice(second, running):
-            loss = loss_fn(model, batch)
-            require_loss(loss, 0, finite=False)
-            loss.backward()  # type: ignore[no-untyped-call]
+        second = run_twice(
+            model,
+            loss_fn,
+            batch,
+            lambda running: SecondComputation(running, model.named_parameters(), model.named_buffers()),
+        )
         measurements = tuple(record.measurement() for record in second.records())
     finally:
-        running.unfollow()
         state.restore()
         random.restore()
     session = Session(RunInfo(type(model).__name__, watch=False), measurements=measurements)
     ids = {"positions-collapse", "router-ties", *(fault.id for fault in FAULTS)}
     return tuple(finding for finding in analyse(session).findings if finding.id in ids)
+
+
+def run_twice(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, second: Callable[[Callable[[], str]], AnySecond]
+) -> AnySecond:
+    """Run one forward and backward, and compute its operators a second time; compiled modules run eagerly.
+
+    The weights' gradients are those of this step alone. Random generators, buffers and gradients are not restored.
+
+    Args:
+        model, loss_fn, batch: as of ``second_opinion``.
+        second: makes the second computation, given a function that returns the dotted path of the running module.
+
+    Returns:
+        The second computation, whose records are not made yet.
+
+    Raises:
+        TypeError, ValueError: the loss is not one number with a graph; whatever the user's code raises.
+    """
+    running = RunningModules()
+    made = second(running.path)
+    for parameter in model.parameters():
+        parameter.grad = None
+    running.follow(model)
+    try:
+        with compiled_modules_eager(), torch.enable_grad(), Twice(made, running):
+            loss = loss_fn(model, batch)
+            require_loss(loss, 0, finite=False)
+            loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        running.unfollow()
+    return made

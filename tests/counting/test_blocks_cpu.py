@@ -82,17 +82,25 @@ def test_more_values_than_the_planes_hold(
     expect_the_same(VIEWS[oriented](values.to(dtype)), block)
 
 
-@pytest.mark.parametrize("step", range(-40, 200, 7))
-def test_blocks_around_every_special_magnitude(step: int) -> None:
-    """Maxima from subnormals to infinity, with elements up to 90 powers of two below, which may be subnormal."""
+#: Arguments of ``special_magnitudes``.
+STEPS = range(-40, 200, 7)
+
+
+def special_magnitudes(step: int) -> list[torch.Tensor]:
+    """Return maxima from subnormals to infinity, with elements up to 90 powers of two below, which may be subnormal."""
     generator = torch.Generator().manual_seed(step + 40)
     below = -90 * torch.rand(40, 64, generator=generator)
     x = torch.randn(40, 64, generator=generator) * torch.exp2(below.double() + step - 110)
     x[torch.rand(40, 64, generator=generator) < 0.1] = 0
     powers = torch.exp2((below + step - 110).round().double())
-    for values in (x, powers, torch.where(x > 0, x, powers)):
+    return [values.float() for values in (x, powers, torch.where(x > 0, x, powers))]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_blocks_around_every_special_magnitude(step: int) -> None:
+    for values in special_magnitudes(step):
         for block in BLOCKS[:2]:
-            expect_the_same(values.float(), block)
+            expect_the_same(values, block)
 
 
 def test_a_tensor_without_values_or_of_other_dtypes() -> None:

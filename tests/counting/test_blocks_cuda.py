@@ -11,7 +11,7 @@ import torch
 from cuda_on_host import HostGpu, build
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_blocks_cpu import BLOCKS, DTYPES, VIEWS, by_torch
+from test_blocks_cpu import BLOCKS, DTYPES, STEPS, VIEWS, by_torch, special_magnitudes
 from test_counting_cpu import KINDS, bits_of_kind, tensor_of
 
 from mpinspect.counting import blocks
@@ -66,14 +66,9 @@ def test_any_bits_in_any_blocks(
     assert by_kernel(tensor, block) == by_torch(tensor, block)
 
 
-@pytest.mark.parametrize("step", range(-40, 200, 7))
+@pytest.mark.parametrize("step", STEPS)
 def test_blocks_around_every_special_magnitude(step: int) -> None:
-    """Maxima from subnormals to infinity, with elements up to 90 powers of two below, which may be subnormal."""
-    generator = torch.Generator().manual_seed(step + 40)
-    below = -90 * torch.rand(40, 64, generator=generator)
-    x = torch.randn(40, 64, generator=generator) * torch.exp2(below.double() + step - 110)
-    x[torch.rand(40, 64, generator=generator) < 0.1] = 0
-    for values in (x.float(), torch.exp2((below + step - 110).round().double()).float()):
+    for values in special_magnitudes(step):
         for block in BLOCKS[:2]:
             assert by_kernel(values, block) == by_torch(values, block)
 

@@ -125,6 +125,16 @@ def materialised(batches: Iterable[Any]) -> list[Any]:
     return given
 
 
+def require_step(model: Any, loss_fn: Any) -> None:
+    """Raise TypeError unless these are a module and a function."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is of type {type(model).__name__}, not a torch.nn.Module")
+    if not callable(loss_fn):
+        raise TypeError(
+            f"loss_fn is of type {type(loss_fn).__name__}: give a function that returns loss_fn(model, batch)"
+        )
+
+
 def require_loss(loss: Any, number: int, *, finite: bool) -> None:
     """Raise TypeError or ValueError unless a batch's loss is one number with a graph, and finite if required."""
     if not isinstance(loss, torch.Tensor):

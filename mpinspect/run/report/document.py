@@ -200,9 +200,11 @@ def _front(report: RunReport) -> Front:
 
 def _headline(report: RunReport) -> str:
     """Return where the gravest finding of the gravest model began."""
-    worst = max(report.parts, key=_gravity, default=None)
-    place = worst and began(_without_end(worst.ranges))
-    return f"{worst.name}: {place}" if worst and place and len(report.parts) > 1 else place or ""
+    if not report.parts:
+        return ""
+    worst = max(report.parts, key=_gravity)
+    place = began(_without_end(worst.ranges))
+    return f"{worst.name}: {place}" if place and len(report.parts) > 1 else place
 
 
 def _picture(report: RunReport) -> Widget | None:
