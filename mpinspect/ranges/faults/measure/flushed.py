@@ -1,5 +1,5 @@
-"""Flushing that no count shows: FP16 gradients divided by the loop itself or asked for, FP16 results that a
-tensor takes which persists, and an optimizer's FP16 states.
+"""Flushing that no count shows: of FP16 gradients that the loop divides or asks for, of FP16 results that the loop keeps from step
+to step, and of an optimizer's FP16 states.
 """
 
 from __future__ import annotations
