@@ -1,5 +1,5 @@
-"""Flushing that no count shows: of FP16 gradients that the loop divides or asks for, of FP16 results that the loop keeps from step
-to step, and of an optimizer's FP16 states.
+"""Flushing that no count shows: of FP16 gradients that the loop divides or asks for, of FP16 results that the loop keeps, and
+of an optimizer's FP16 states.
 """
 
 from __future__ import annotations
