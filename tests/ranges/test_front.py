@@ -704,14 +704,14 @@ def test_the_headline_says_where_and_when_it_began():
     assert began(replace(report, findings=(finding,))) == "In 'blocks.0.fc2', first seen in step 1,200: scale-too-low"
     assert (
         began(replace(report, findings=(replace(finding, layer=""),)))
-        == "First seen in step 1,200, in no single layer: scale-too-low"
+        == "First seen in step 1,200, in the training loop: scale-too-low"
     )
     assert (
         began(replace(report, findings=(replace(finding, step=None),)))
         == "In 'blocks.0.fc2', throughout the run: scale-too-low"
     )
     nowhere = replace(finding, layer="", step=None)
-    assert began(replace(report, findings=(nowhere,))) == "Throughout the run, in no single layer: scale-too-low"
+    assert began(replace(report, findings=(nowhere,))) == "Throughout the run, in the training loop: scale-too-low"
     at_line = replace(finding, layer="", evidence={"line": "train.py:9"})
     assert began(replace(report, findings=(at_line,))) == "In train.py:9, first seen in step 1,200: scale-too-low"
     in_both = replace(finding, evidence={"line": "train.py:9"})

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS, explains_events, what_broke
+from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS, explains_events, part_of, what_broke
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
 from mpinspect.ranges.report.opening import is_of, line_of
 from mpinspect.ranges.report.scale_line import steps_and_samples
@@ -95,11 +95,11 @@ def began(report: RangeReport) -> str:
     when, line = filled("first seen in step {:,}", finding.step), line_of(finding)
     if event is not None and is_of(finding, event):
         if explains_events(finding) and not (line or finding.layer):
-            return f"The cause is in no layer: {finding.id}"
+            return f"The cause is in {part_of(finding)}: {finding.id}"
         return filled("The cause is in {}", line)
     where = "worst in {}" if finding.id in _OF_WORST else "in {}"
     places = [filled(where, finding.layer and module_named(finding.layer)), filled("in {}", line)]
-    place = ", ".join(filter(None, places)) or "in no single layer"
+    place = ", ".join(filter(None, places)) or f"in {part_of(finding)}"
     if event is not None and explains_events(finding) and (finding.step or 0) < event.step:
         return f"It began in step {finding.step:,}, {place}: {finding.id}"
     if event is not None:

@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.evidence import own_scale
 from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.faults.registry import depends_on_scale, shows_in_ranges, what_broke
+from mpinspect.ranges.faults.registry import depends_on_scale, part_of, shows_in_ranges, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen
 from mpinspect.reporting.finding import Finding
@@ -172,7 +172,7 @@ def _culprit(
     if finding is None:
         return _NOBODY
     said = f"{finding.id}{filled(', first seen in step {:,}', finding.step)}"
-    otherwise = line_of(finding) or "no single layer"
+    otherwise = line_of(finding) or part_of(finding)
     return _in_module(finding.layer, otherwise, said, finding.step, layers, watched, shows_in_ranges(finding))
 
 
