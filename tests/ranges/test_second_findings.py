@@ -69,6 +69,39 @@ def test_a_sum_that_stops_growing_has_its_own_fix():
     assert "dtype=torch.float32" in finding.code
 
 
+def test_the_code_begins_with_the_line_of_the_script():
+    stored = replace(absorbed(size=1.0).measurement(), sources={"train.py:7": "x = x + self.branch(x)"})
+    session = session_of({weight("w"): FINE}, measurements=[stored], progress=Progress(20, 20, 0, 20, True))
+    finding = analyse(session).findings[0]
+    first, *more = finding.code.splitlines()
+    assert first == "# train.py:7: x = x + self.branch(x)"
+    assert more == findings(absorbed(size=1.0))["addition-changes-nothing"].code.splitlines()
+    assert finding.evidence["source"] == "x = x + self.branch(x)"
+    # A finding that asks for no change has no code.
+    mild = replace(stored, figures={**stored.figures, "size": 1e-3})
+    finding = analyse(replace(session, measurements=(mild,))).findings[0]
+    assert (finding.code, finding.evidence["source"]) == ("", "x = x + self.branch(x)")
+
+
+def test_the_line_stays_one_line_of_the_code():
+    place = ("add", "a\nb.py:7", "forward")
+    stored = replace(absorbed(size=1.0), names=place).measurement()
+    stored = replace(stored, sources={"a\nb.py:7": "x = '\x1b\u2028'"})
+    code = analyse(session_of({weight("w"): FINE}, measurements=[stored])).findings[0].code
+    assert code.splitlines()[0] == r"# a\nb.py:7: x = '\x1b\u2028'"
+
+
+def test_both_lines_of_an_error_are_shown_in_the_order_of_the_computation():
+    names = ("sub", "train.py:9", "forward", "w", "add", "train.py:5", "value", "bfloat16")
+    record = AmplifiedError(step=1, names=names, text="bfloat16", before=0.01, after=2.0, gradients_error=0.5)
+    sources = {"train.py:9": "y = x - 1000", "train.py:5": "x = 1000 + z"}
+    session = session_of({weight("w"): FINE}, measurements=[replace(record.measurement(), sources=sources)])
+    assert analyse(session).findings[0].code.splitlines()[:2] == [
+        "# train.py:5: x = 1000 + z",
+        "# train.py:9: y = x - 1000",
+    ]
+
+
 def alike(step=7):
     return BrokenAlike(step=step, names=("div", "train.py:7", "forward"), text="float16", elements=1, of=64)
 

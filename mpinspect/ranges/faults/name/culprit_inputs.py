@@ -370,6 +370,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             words,
             {"operator": measured.text, "line": _line(case, measured)},
             is_mild=event is None,
+            before=[difference],
         )
         return
 

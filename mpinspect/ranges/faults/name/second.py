@@ -163,7 +163,7 @@ class _Born(Sentences):
     PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
     BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
     OF_EXPONENT = (
-        "Before it, exp{exponent_line} gets arguments up to {exponent:.3g}; exp(11.09) is FP16's largest number."
+        "Before it, exp{at_exponent} gets arguments up to {exponent:.3g}; exp(11.09) is FP16's largest number."
     )
     BOUND_EXPONENT = "Bound the exponent. A learned scale is initialised with its logarithm."
     CLAMP_EXPONENT = "scale = log_scale.clamp_max(math.log(100)).exp()"
@@ -252,10 +252,11 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "at": _at(born, is_later),
             "at_origin": origin and _at(origin, is_later),
             **_words_of(origin),
-            "exponent_line": bracketed("".join(born.names[3:4])),
+            "at_exponent": bracketed("".join(born.names[3:4])),
         },
         layer=layer,
         is_grave=first is not None,
+        before=[origin.names[1]] if origin else born.names[3:4],
         step=step,
     )
 
@@ -639,6 +640,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             words={**words, "off": off, "inputs": ("input was", "operands were")[is_difference], **_words_of(origin)},
             is_grave=born is not None,
             is_mild=is_mild,
+            before=[origin.names[1]] if origin else [],
             step=step,
         )
 
