@@ -102,6 +102,25 @@ def test_both_lines_of_an_error_are_shown_in_the_order_of_the_computation():
     ]
 
 
+@pytest.mark.parametrize(
+    ("devices", "argument"),
+    [
+        ("cuda (NVIDIA H100 80GB HBM3)", '"cuda"'),
+        ("cuda (A), cuda (B)", '"cuda"'),
+        ("cpu", '"cpu"'),
+        ("cuda (A), cpu", "device_type"),
+        ("", "device_type"),
+    ],
+)
+def test_the_code_names_the_device_type_of_the_run(devices, argument):
+    born = BornInfinite(
+        name="head", step=7, names=("mul", "train.py:7", "forward"), text="float16", elements=1, of=64, largest=1e6
+    )
+    session = session_of({weight("w"): FINE}, measurements=[born.measurement()], precision=FP16, events=(broken(7),))
+    report = analyse(replace(session, info=replace(session.info, devices=devices)))
+    assert f"with torch.autocast({argument}, enabled=False):" in report.findings[0].code
+
+
 def alike(step=7):
     return BrokenAlike(step=step, names=("div", "train.py:7", "forward"), text="float16", elements=1, of=64)
 

@@ -274,7 +274,7 @@ class _Argument(Sentences):
         "Subtract the largest first (torch.softmax and torch.logsumexp do), bound the argument, or compute it in FP32."
     )
     WITHOUT_AUTOCAST = (
-        "with torch.autocast(device_type, enabled=False):  # x in FP32: x = x.float()\n    y = {expression}"
+        "with torch.autocast({device_type}, enabled=False):  # x in FP32: x = x.float()\n    y = {expression}"
     )
 
 
@@ -285,7 +285,7 @@ class _ArgumentCode(Sentences):
     CONSTANT = "assert torch.isfinite(constant).all()"
     CLASS_WEIGHTS = "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out"
     ROUNDED_DIFFERENCE = (
-        "with torch.autocast(device_type, enabled=False):\n"
+        "with torch.autocast({device_type}, enabled=False):\n"
         "    difference = (a.float() - b.float()).clamp_min(1e-6)\n"
         "    # distances: torch.cdist(a.float(), b.float())"
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpinspect.ranges.faults.name.case import Case, again, grouped
+from mpinspect.ranges.faults.name.case import Case, again, grouped, quoted
 from mpinspect.ranges.records import Record
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import INFERRED, MEASURED, SEVERITIES, Finding
@@ -133,7 +134,7 @@ class Fault:
 
     def finding(self, found: Found, session: Session) -> Finding:
         """Return the finding of one occurrence; its code begins with the lines of the script that it is about."""
-        figures = {"step": found.step, **found.evidence, **found.words}
+        figures = {"step": found.step, "device_type": _device_type(session), **found.evidence, **found.words}
         fix, code = text(found.fix, figures), text(found.code, figures, between="\n")
         evidence, line = dict(found.evidence), found.evidence.get("line", "")
         sources = {each: source for each in (*found.before, line) if (source := session.source_of(each))}
@@ -164,3 +165,9 @@ class Fault:
     def is_grave(self, finding: Finding) -> bool:
         """Return whether a finding of this fault is as severe as one that explains others."""
         return SEVERITIES.index(finding.severity) >= SEVERITIES.index(self.explains_from)
+
+
+def _device_type(session: Session) -> str:
+    """Return the type of the parameters' devices as code, in quotes; the name ``device_type`` if there is not exactly one."""
+    types = set(re.findall(r"(?:^|, )(\w+)", session.info.devices))
+    return quoted(types.pop()) if len(types) == 1 else "device_type"

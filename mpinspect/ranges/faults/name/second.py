@@ -176,7 +176,7 @@ class _Born(Sentences):
     )
     SUBTRACT_LARGEST = "If it is normalised afterwards, subtract the largest exponent first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
-    CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
+    CAST = "with torch.autocast({device_type}, enabled=False):\n    y = f(x.float())"
     NORM = "norm = weight.float().norm()"
     MASK_OF_THE_DTYPE = (
         "The value is FP32's largest, as masks often use it: take the largest of the scores' own dtype, so that a fully masked "
@@ -602,7 +602,7 @@ class _Left(Sentences):
     )
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
-    DIFFERENCE = "with torch.autocast(device_type, enabled=False):\n    difference = a.float() - b.float()"
+    DIFFERENCE = "with torch.autocast({device_type}, enabled=False):\n    difference = a.float() - b.float()"
 
 
 def _rounding_error_left(case: Case) -> Iterator[Found]:
