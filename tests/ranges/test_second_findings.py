@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from agreeing_reports import analyse
 from analysis_sessions import session_of, spread, weight
 
@@ -274,7 +275,54 @@ def test_the_exponential_before_a_cast_is_to_be_bounded():
     assert "exp (train.py:9) gets arguments up to 14.3" in finding.message
     assert "exp()" in finding.code
     without = findings(replace(cast, names=names[:3], exponent=None))["overflow-in-operator"]
-    assert (without.code, "exp" in without.message.replace("the exact", "")) == ("", False)
+    assert "layer(x)" in without.code
+    assert "exp" not in without.message.replace("the exact", "")
+
+
+@pytest.mark.parametrize(
+    ("operator", "line"),
+    [
+        ("mul", "y = a.float() * b.float()"),
+        ("add_", "y = a.float() + b.float()"),
+        ("rsub", "y = a.float() - b.float()"),
+        ("div", "y = a.float() / b.float()"),
+        ("mm", "y = a.float() @ b.float()"),
+        ("addmm", "y = x.float() @ w.float().T + b.float()"),
+        ("pow", "y = x.float().pow(p)"),
+        ("exp", "y = x.float().exp()"),
+        ("_softmax", "y = x.float().softmax(dim)"),
+        ("mean", "y = x.float().mean()"),
+        ("linalg_vector_norm", "y = x.float().norm()"),
+        ("convolution", "y = f(x.float())"),
+    ],
+)
+def test_the_code_of_an_overflow_is_the_operator_in_fp32(operator, line):
+    record = BornInfinite(
+        step=7, names=(operator, "train.py:7", "forward"), text="float16", elements=1, of=64, largest=1e6
+    )
+    code = findings(record, precision=FP16, events=(broken(7),))["overflow-in-operator"].code
+    assert code.splitlines()[1:] == [f"    {line}", "    # here too: the layers that take y"]
+    half = {name: torch.full((4, 4), 8.0).half() for name in "abwx"}
+    names = {**half, "torch": torch, "device_type": "cpu", "p": 2, "dim": 0, "f": torch.relu}
+    with torch.autocast("cpu", torch.bfloat16):
+        exec(code, names)
+    assert names["y"].dtype is torch.float32
+
+
+def test_the_operands_of_a_difference_are_computed_in_fp32():
+    record = AmplifiedError(
+        step=1, names=("sub", "train.py:9", "forward", "w"), text="bfloat16", before=0.01, after=9.0
+    )
+    difference = findings(replace(record, gradients_error=0.5))["result-is-rounding-error"].code
+    names = {"torch": torch, "device_type": "cpu", "f": torch.square, "g": torch.square, "x": torch.ones(4).bfloat16()}
+    exec(difference, names)
+    assert names["a"].dtype is names["difference"].dtype is torch.float32
+    sine = replace(record, names=("sin", "train.py:9", "forward", "w"), gradients_error=0.5)
+    code = findings(sine)["result-is-rounding-error"].code
+    assert code.splitlines()[1:] == ["    x = f(z.float())", "    y = x.sin()"]
+    division = (*sine.names[:1], "train.py:9", "forward", "w", "div", "train.py:5", "head", "bfloat16")
+    code = findings(replace(sine, names=division))["result-is-rounding-error"].code
+    assert code.splitlines()[1:] == ["    x = a.float() / b.float()", "    y = x.sin()"]
 
 
 def test_rounded_ids_have_an_example():

@@ -617,7 +617,7 @@ class _ForForward(Sentences):
         "If you stay in FP16, make a new GradScaler: the scale of this one was lowered {steps} times for nothing."
     )
     CAST_OUTPUT = "loss = loss_fn(output.float(), target)"
-    WITHOUT_AUTOCAST = "with torch.autocast({device_type}, enabled=False):\n    y = f(x.float())"
+    WITHOUT_AUTOCAST = "with torch.autocast({device_type}, enabled=False):\n    y = layer(x.float())"
 
 
 def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
