@@ -371,7 +371,7 @@ def test_a_larger_loss_scale_is_suggested_for_zeros_at_a_small_one(log2_scale):
         return
     is_far = raised >= 256 * 2.0**log2_scale
     assert finding.fix.startswith(f"Raise the loss scale to {raised:.0f}") is is_far
-    assert (finding.code == f"scaler = torch.amp.GradScaler(device_type, init_scale={raised:.0f})") is is_far
+    assert (f"device_type, init_scale={raised:.0f}\n" in finding.code) is is_far
 
 
 @pytest.mark.parametrize(("broken", "has_code"), [(3, True), (9, True), (10, False), (20, False)])

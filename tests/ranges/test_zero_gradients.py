@@ -56,7 +56,7 @@ def saturating(function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dt
     [
         (torch.sigmoid, "sigmoid", "BCEWithLogitsLoss"),
         (torch.tanh, "tanh", "x.float()"),
-        (lambda x: x.softmax(-1), "softmax", "cross_entropy"),
+        (lambda x: x.softmax(-1), "softmax", "CrossEntropyLoss"),
     ],
     ids=["sigmoid", "tanh", "softmax"],
 )

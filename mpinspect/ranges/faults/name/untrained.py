@@ -50,8 +50,13 @@ class _Missing(Sentences):
     )
     COMPARE_WITH_DOT = "Compare with the trailing dot: names that begin with {dotted}."
     NOT_REENTRANT = (
-        "torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)\n"
-        '# in Transformers: model.gradient_checkpointing_enable({{"use_reentrant": False}})'
+        "torch.utils.checkpoint.checkpoint(\n"
+        "    module, x, use_reentrant=False\n"
+        ")\n"
+        "# in Transformers:\n"
+        "# model.gradient_checkpointing_enable(\n"
+        '#     {{"use_reentrant": False}}\n'
+        "# )"
     )
     STARTS_WITH = "if name.startswith({literal}):\n    parameter.requires_grad_(False)"
 
@@ -202,8 +207,8 @@ class _Zero(Sentences):
         "If they are not zero there, multiply this part's loss by a factor of its own{limit}. Computing them in FP32 would not "
         "do: {damped}."
     )
-    BEGIN_AT = "scaler = torch.amp.GradScaler({device_type}, init_scale={raised:.0f})"
-    AUTOCAST_OFF = "with torch.autocast({device_type}, enabled=False):  # for this one batch\n    y = module(x.float())"
+    BEGIN_AT = "scaler = torch.amp.GradScaler(\n    {device_type}, init_scale={raised:.0f}\n)"
+    AUTOCAST_OFF = "# for one batch\nwith torch.autocast({device_type}, enabled=False):\n    y = module(x.float())"
 
 
 class _Silent(Sentences):
@@ -245,11 +250,18 @@ class _Silent(Sentences):
     )
     READ_OPERANDS = "Read the operands of that backward in one step: its casts, its scale, its saved input."
     SCALED_CAST = (
-        "scale = torch.finfo(torch.float8_e5m2).max / grad.abs().amax().clamp(min=1e-30)\n"
-        "grad = (grad * scale).to(torch.float8_e5m2).float() / scale"
+        "end = torch.finfo(torch.float8_e5m2).max\n"
+        "largest = grad.abs().amax().clamp(min=1e-30)\n"
+        "scale = end / largest\n"
+        "grad = (grad * scale).to(torch.float8_e5m2)\n"
+        "grad = grad.float() / scale"
     )
-    BCE_WITH_LOGITS = "criterion = torch.nn.BCEWithLogitsLoss()  # on logits.float(), without the sigmoid"
-    CROSS_ENTROPY = "loss = torch.nn.functional.cross_entropy(logits.float(), target)  # without the softmax"
+    BCE_WITH_LOGITS = (
+        "# without the sigmoid\ncriterion = torch.nn.BCEWithLogitsLoss()\nloss = criterion(logits.float(), target)"
+    )
+    CROSS_ENTROPY = (
+        "# without the softmax\ncriterion = torch.nn.CrossEntropyLoss()\nloss = criterion(logits.float(), target)"
+    )
     TANH = "y = torch.tanh(x.float())"
 
 
@@ -418,10 +430,21 @@ class _NotOptimized(Sentences):
         "Make the optimizer after the last module was added, or add that module's parameters to it; freeze parameters that "
         "should not learn."
     )
-    ADD_MODULE = 'optimizer.add_param_group({{"params": model.get_submodule({module}).parameters()}})'
+    ADD_MODULE = (
+        'module = model.get_submodule({module})\noptimizer.add_param_group(\n    {{"params": module.parameters()}}\n)'
+    )
     ADD_ALL = (
-        'known = {{id(p) for group in optimizer.param_groups for p in group["params"]}}\n'
-        'optimizer.add_param_group({{"params": [p for p in model.parameters() if id(p) not in known]}})'
+        "known = {{\n"
+        "    id(p)\n"
+        "    for group in optimizer.param_groups\n"
+        '    for p in group["params"]\n'
+        "}}\n"
+        "new = [\n"
+        "    p\n"
+        "    for p in model.parameters()\n"
+        "    if id(p) not in known\n"
+        "]\n"
+        'optimizer.add_param_group({{"params": new}})'
     )
 
 
