@@ -114,12 +114,13 @@ export class Timeline {
     return scales.filter((/** @type {any} */ [, value], /** @type {number} */ place) => place && value !== null && value < (scales[place - 1][1] ?? -Infinity) - ROUNDING);
   }
 
-  /** Shades the steps from that on in which the trouble began, and says what began. @param {any} drawn */
+  /** Shades the steps from that on in which the trouble began, to its end if that is known, and says what began. @param {any} drawn */
   since({ picture, x, right, bottom }) {
-    const { step, said } = this.view.data.opening;
+    const { step, until, said } = this.view.data.opening;
     if (step === null) return;
+    const end = until === null ? right : Math.min(x(until + 1), right);
     const isLeft = x(step) < (right + LEFT) / 2;
-    picture.append(svg("rect", { x: x(step), width: right - x(step), y: TOP, height: bottom - TOP, class: "since" }),
+    picture.append(svg("rect", { x: x(step), width: Math.max(end - x(step), 0), y: TOP, height: bottom - TOP, class: "since" }),
       svg("line", { x1: x(step), x2: x(step), y1: TOP, y2: bottom, class: "since" }));
     const room = isLeft ? right - x(step) : x(step) - LEFT;
     if (said.length * LETTER < room) picture.append(svg("text", { x: x(step) + (isLeft ? 6 : -6), y: bottom - 5, "text-anchor": isLeft ? "start" : "end", class: "since" }, said));
