@@ -16,6 +16,7 @@ from test_explorer import SESSIONS, axe, browser, in_node, opened  # noqa: F401
 from test_opening import broken
 
 from mpinspect.kernels.profile import read_trace
+from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges import analyse as analysing
 from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.first_line import gravest
@@ -642,6 +643,20 @@ def test_without_a_loss_scale_the_steps_show_the_largest_magnitude(browser: Any,
         assert page.get_attribute(f".explorer figure.steps .curve.{curve}", "d")
         assert not page.get_attribute(f".explorer figure.steps .curve.{other}", "d")
         assert page.locator(".explorer rect.since").count() == 0
+
+
+def test_of_zeros_alone_a_sentence_stands_in_place_of_the_curve(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    bare = replace(broken(nan_from=99), events=())
+    zeros = ExponentHistogram.from_counts([], 0, zeros=5)
+    windows = tuple(
+        replace(window, tensors={key: replace(each, histogram=zeros) for key, each in window.tensors.items()})
+        for window in bare.windows
+    )
+    session = replace(bare, windows=windows, progress=replace(bare.progress, scales=()))
+    page = opened(browser, of_run(session).save(tmp_path / "a.html"), viewport=SCREEN)
+    words = page.locator(".explorer figure.steps svg text").all_text_contents()
+    assert "no finite non-zero value was counted" in words
+    assert page.troubles == []
 
 
 def test_a_phone_shows_the_figure_that_tells(browser: Any, tmp_path: Path) -> None:  # noqa: F811

@@ -134,7 +134,8 @@ export class Timeline {
     const [least, most] = values.length ? [Math.floor(Math.min(...values)), Math.ceil(Math.max(...values))] : [0, 0];
     const drawn = chart(wide, high, `${known.length ? "The loss scale" : "The largest magnitude"} over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps. ${data.opening.said}`.trim(),
       across, { ends: [least - 1, most + 1], ticks: values.length ? [...new Set([least, most])] : [], words: power });
-    const { picture, x, y, bottom } = drawn;
+    const { picture, x, y, right, bottom } = drawn;
+    if (!values.length) picture.append(svg("text", { x: (LEFT + right) / 2, y: (TOP + bottom) / 2, "text-anchor": "middle" }, "no finite non-zero value was counted"));
     this.shade(drawn, bottom);
     this.since(drawn);
     const cross = (/** @type {number} */ at) => `M${at - 4} ${TOP - 2}l8 8m0 -8l-8 8`;
