@@ -233,7 +233,14 @@ def full_session() -> s.Session:
         ),
         (
             s.Measurement(
-                "gradients", "encoder.重み", 3, {"before": 1.5, "after": float("inf")}, ("encoder",), "größer", 3
+                "gradients",
+                "encoder.重み",
+                3,
+                {"before": 1.5, "after": float("inf")},
+                ("encoder",),
+                "größer",
+                3,
+                {"train.py:7": "x = x + größer"},
             ),
         ),
         (s.RankRecord(info, progress, 1, 1),),

@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar, TypeVar, get_type_hints
 
 from mpinspect.ranges.session import Measurement
+from mpinspect.runtime.user_line import source_of
 
 AnyRecord = TypeVar("AnyRecord", bound="Record")
 #: The fields of every record. The fields that a class adds are its figures.
@@ -52,8 +53,9 @@ class Record:
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def measurement(self) -> Measurement:
-        """Return the record as a session stores it."""
-        return Measurement(self.kind, self.name, self.step, self.figures, self.names, self.text, self.rank)
+        """Return the record as a session stores it, with the text of the lines that it names."""
+        sources = {line: text for line in (*self.names, self.text) if (text := source_of(line))}
+        return Measurement(self.kind, self.name, self.step, self.figures, self.names, self.text, self.rank, sources)
 
     @classmethod
     def read(cls: type[AnyRecord], stored: Measurement) -> AnyRecord:

@@ -325,6 +325,7 @@ class Measurement:
         names: further dotted paths.
         text: a few words that the diagnosis quotes: a dtype, an operator, a class name.
         rank: the rank that made it; None in a session of one process.
+        sources: the text of each line of the user's code among ``names`` and ``text``, as far as it could be read.
     """
 
     what: str
@@ -334,6 +335,7 @@ class Measurement:
     names: tuple[str, ...] = ()
     text: str = ""
     rank: Count | None = None
+    sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)
@@ -634,6 +636,10 @@ class Session:
     def ended_by(self) -> Measurement | None:
         """The first recorded exception that ended the run (on any rank); None without one."""
         return next((each for each in self.measurements if each.what == ENDED_BY), None)
+
+    def source_of(self, line: str) -> str:
+        """Return the text of a line of the user's code that a measurement names; "" if it is not known."""
+        return next((each.sources[line] for each in self.measurements if line in each.sources), "")
 
     def scale_history(self) -> tuple[ScaleChange, ...]:
         """Return the changes of the loss scale by step, recorded at sampled steps or seen in events between them.

@@ -106,8 +106,8 @@ class ModelsOfRanks:
     @property
     def ended_early(self) -> str:
         """A sentence on the ranks that ended before their script did; "" if every rank ended with it."""
-        found = ended_early(Session(RunInfo(world_size=self._world), measurements=tuple(self._ended_early)))
-        return next((RANK_ENDED_EARLY.finding(each).message for each in found), "")
+        session = Session(RunInfo(world_size=self._world), measurements=tuple(self._ended_early))
+        return next((RANK_ENDED_EARLY.finding(each, session).message for each in ended_early(session)), "")
 
     def models(self) -> Iterator[tuple[str, Session]]:
         """Yield each model's name and session; several ranks' sessions are yielded as their sum."""

@@ -1,4 +1,4 @@
-"""Describes an exception in one line. Imports no torch."""
+"""Describes an exception, or any object, in one line. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def brief(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line_of(error)}".removesuffix(": ")
 
 
-def first_line_of(given: object) -> str:
-    """Return the first non-blank line of an object's text, shortened; "" if the text is blank."""
+def first_line_of(given: object, longest: int = _LONGEST) -> str:
+    """Return the first non-blank line of an object's text, cut after ``longest`` characters; "" if the text is blank."""
     try:
         text = next(filter(None, (" ".join(line.split()) for line in str(given).splitlines())), "")
     except Exception:
         return ""
-    if len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]}..."
+    if len(text) > longest:
+        text = f"{text[:longest]}..."
     return text

@@ -1,14 +1,21 @@
-"""Issues warnings that name the line of the user's code behind them, however many library frames are in between."""
+"""Finds the line of the user's code, however many library frames are in between, and its text; warns there."""
 
 from __future__ import annotations
 
+import linecache
 import sys
 import warnings
 from pathlib import Path
 from types import FrameType
 
+from mpinspect.runtime.briefly import first_line_of
+
 #: Packages between the user's code and ours: torch calls our hooks, trainers call torch.
 _BETWEEN = ("mpinspect", "torch", "lightning", "pytorch_lightning", "transformers", "accelerate", "contextlib")
+#: Most characters of a line's text.
+_LONGEST = 120
+#: The file of each line that ``innermost_line`` has returned; "" if files of the same name have such a line.
+_files: dict[str, str] = {}
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
@@ -31,7 +38,19 @@ def warn_user(message: str, category: type[Warning]) -> None:
 def innermost_line(frame: FrameType) -> str:
     """Return the user's innermost line above a frame as "train.py:12"; "" without one, as on autograd's threads."""
     users = _users(frame)
-    return "" if users is None else f"{Path(users.f_code.co_filename).name}:{users.f_lineno}"
+    if users is None:
+        return ""
+    file = users.f_code.co_filename
+    line = f"{Path(file).name}:{users.f_lineno}"
+    if _files.setdefault(line, file) != file:
+        _files[line] = ""
+    return line
+
+
+def source_of(line: str) -> str:
+    """Return the text of a line that ``innermost_line`` has returned; "" for any other, and if its file can't be read."""
+    file, number = _files.get(line), line.rpartition(":")[2]
+    return first_line_of(linecache.getline(file, int(number)), _LONGEST) if file else ""
 
 
 def _users(frame: FrameType | None) -> FrameType | None:

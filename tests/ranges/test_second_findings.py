@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from agreeing_reports import analyse
 from analysis_sessions import session_of, spread, weight
 
@@ -67,6 +68,58 @@ def test_a_sum_that_stops_growing_has_its_own_fix():
     finding = findings(absorbed(size=1.0, times=700))["addition-changes-nothing"]
     assert "90% of 700 additions" in finding.message
     assert "dtype=torch.float32" in finding.code
+
+
+def test_the_code_begins_with_the_line_of_the_script():
+    stored = replace(absorbed(size=1.0).measurement(), sources={"train.py:7": "x = x + self.branch(x)"})
+    session = session_of({weight("w"): FINE}, measurements=[stored], progress=Progress(20, 20, 0, 20, True))
+    finding = analyse(session).findings[0]
+    first, *more = finding.code.splitlines()
+    assert first == "# train.py:7: x = x + self.branch(x)"
+    assert more == findings(absorbed(size=1.0))["addition-changes-nothing"].code.splitlines()
+    assert finding.evidence["source"] == "x = x + self.branch(x)"
+    # A finding that asks for no change has no code.
+    mild = replace(stored, figures={**stored.figures, "size": 1e-3})
+    finding = analyse(replace(session, measurements=(mild,))).findings[0]
+    assert (finding.code, finding.evidence["source"]) == ("", "x = x + self.branch(x)")
+
+
+def test_the_line_stays_one_line_of_the_code():
+    place = ("add", "a\nb.py:7", "forward")
+    stored = replace(absorbed(size=1.0), names=place).measurement()
+    stored = replace(stored, sources={"a\nb.py:7": "x = '\x1b\u2028'"})
+    code = analyse(session_of({weight("w"): FINE}, measurements=[stored])).findings[0].code
+    assert code.splitlines()[0] == r"# a\nb.py:7: x = '\x1b\u2028'"
+
+
+def test_both_lines_of_an_error_are_shown_in_the_order_of_the_computation():
+    names = ("sub", "train.py:9", "forward", "w", "add", "train.py:5", "value", "bfloat16")
+    record = AmplifiedError(step=1, names=names, text="bfloat16", before=0.01, after=2.0, gradients_error=0.5)
+    sources = {"train.py:9": "y = x - 1000", "train.py:5": "x = 1000 + z"}
+    session = session_of({weight("w"): FINE}, measurements=[replace(record.measurement(), sources=sources)])
+    assert analyse(session).findings[0].code.splitlines()[:2] == [
+        "# train.py:5: x = 1000 + z",
+        "# train.py:9: y = x - 1000",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "argument"),
+    [
+        ("cuda (NVIDIA H100 80GB HBM3)", '"cuda"'),
+        ("cuda (A), cuda (B)", '"cuda"'),
+        ("cpu", '"cpu"'),
+        ("cuda (A), cpu", "device_type"),
+        ("", "device_type"),
+    ],
+)
+def test_the_code_names_the_device_type_of_the_run(devices, argument):
+    born = BornInfinite(
+        name="head", step=7, names=("mul", "train.py:7", "forward"), text="float16", elements=1, of=64, largest=1e6
+    )
+    session = session_of({weight("w"): FINE}, measurements=[born.measurement()], precision=FP16, events=(broken(7),))
+    report = analyse(replace(session, info=replace(session.info, devices=devices)))
+    assert f"with torch.autocast({argument}, enabled=False):" in report.findings[0].code
 
 
 def alike(step=7):
@@ -222,7 +275,54 @@ def test_the_exponential_before_a_cast_is_to_be_bounded():
     assert "exp (train.py:9) gets arguments up to 14.3" in finding.message
     assert "exp()" in finding.code
     without = findings(replace(cast, names=names[:3], exponent=None))["overflow-in-operator"]
-    assert (without.code, "exp" in without.message.replace("the exact", "")) == ("", False)
+    assert "layer(x)" in without.code
+    assert "exp" not in without.message.replace("the exact", "")
+
+
+@pytest.mark.parametrize(
+    ("operator", "line"),
+    [
+        ("mul", "y = a.float() * b.float()"),
+        ("add_", "y = a.float() + b.float()"),
+        ("rsub", "y = a.float() - b.float()"),
+        ("div", "y = a.float() / b.float()"),
+        ("mm", "y = a.float() @ b.float()"),
+        ("addmm", "y = x.float() @ w.float().T + b.float()"),
+        ("pow", "y = x.float().pow(p)"),
+        ("exp", "y = x.float().exp()"),
+        ("_softmax", "y = x.float().softmax(dim)"),
+        ("mean", "y = x.float().mean()"),
+        ("linalg_vector_norm", "y = x.float().norm()"),
+        ("convolution", "y = f(x.float())"),
+    ],
+)
+def test_the_code_of_an_overflow_is_the_operator_in_fp32(operator, line):
+    record = BornInfinite(
+        step=7, names=(operator, "train.py:7", "forward"), text="float16", elements=1, of=64, largest=1e6
+    )
+    code = findings(record, precision=FP16, events=(broken(7),))["overflow-in-operator"].code
+    assert code.splitlines()[1:] == [f"    {line}", "    # here too: the layers that take y"]
+    half = {name: torch.full((4, 4), 8.0).half() for name in "abwx"}
+    names = {**half, "torch": torch, "device_type": "cpu", "p": 2, "dim": 0, "f": torch.relu}
+    with torch.autocast("cpu", torch.bfloat16):
+        exec(code, names)
+    assert names["y"].dtype is torch.float32
+
+
+def test_the_operands_of_a_difference_are_computed_in_fp32():
+    record = AmplifiedError(
+        step=1, names=("sub", "train.py:9", "forward", "w"), text="bfloat16", before=0.01, after=9.0
+    )
+    difference = findings(replace(record, gradients_error=0.5))["result-is-rounding-error"].code
+    names = {"torch": torch, "device_type": "cpu", "f": torch.square, "g": torch.square, "x": torch.ones(4).bfloat16()}
+    exec(difference, names)
+    assert names["a"].dtype is names["difference"].dtype is torch.float32
+    sine = replace(record, names=("sin", "train.py:9", "forward", "w"), gradients_error=0.5)
+    code = findings(sine)["result-is-rounding-error"].code
+    assert code.splitlines()[1:] == ["    x = f(z.float())", "    y = x.sin()"]
+    division = (*sine.names[:1], "train.py:9", "forward", "w", "div", "train.py:5", "head", "bfloat16")
+    code = findings(replace(sine, names=division))["result-is-rounding-error"].code
+    assert code.splitlines()[1:] == ["    x = a.float() / b.float()", "    y = x.sin()"]
 
 
 def test_rounded_ids_have_an_example():

@@ -280,9 +280,9 @@ def test_log_softmax_is_suggested_for_a_logarithm_of_a_softmax():
         measured = Measurement("examined-argument", "", 8, {"elements": 1.0}, (), text)
         fixes[text] = found("argument-out-of-range", measured, events=(event(8),))
     plain, of_softmax = fixes.values()
-    assert of_softmax.code == "log_probabilities = torch.log_softmax(logits, -1)"
+    assert of_softmax.code == "log_p = torch.log_softmax(logits, -1)"
     assert "A clamp would be finite too, but gives the clamped elements no gradient." in of_softmax.fix
-    assert plain.code == "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"
+    assert plain.code == "# a clamped element gets no gradient\ny = x.clamp_min(1e-6).log()"
 
 
 @pytest.mark.parametrize("text", ["acos of a magnitude of 1 or more", "exp of a number too large for its result"])
@@ -290,7 +290,10 @@ def test_log_softmax_is_suggested_for_a_logarithm_of_a_softmax():
 def test_float32_is_suggested_for_an_operation_in_16_bits(text, bits):
     measured = Measurement("examined-argument", "", 8, {"elements": 1.0, "bits": bits}, (), text)
     finding = found("argument-out-of-range", measured, events=(event(8),))
-    assert ("x in FP32: x = x.float()" in finding.code) is (bits == 16)
+    assert (".float()" in finding.code) is ("    y = " in finding.code) is (bits == 16)
+    names = {"torch": torch, "device_type": "cpu", "x": torch.full((2,), 100.0).to(torch.float16)}
+    exec(finding.code, names)
+    assert names["y"].dtype is (torch.float32 if bits == 16 else torch.float16)
 
 
 def test_the_bits_of_a_singular_operation_are_recorded():

@@ -258,7 +258,7 @@ class _Tied(Sentences):
         "the last one chosen ties with one that is left out, and the choice between them is arbitrary."
     )
     IN_FP32 = "Compute the router's scores in FP32."
-    WIDE = "with torch.autocast(device_type, enabled=False):\n    scores = router(x.float()).softmax(-1)"
+    WIDE = "with torch.autocast({device_type}, enabled=False):\n    scores = router(x.float()).softmax(-1)"
 
 
 def _router_ties(case: Case) -> Iterator[Found]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.name.case import Case, quoted
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.records import AutocastElsewhere, StaleCasts
 from mpinspect.reporting.sentences import Sentences
@@ -20,7 +20,8 @@ class _Stale(Sentences):
         "its cache off."
     )
     REGION = (
-        "with torch.autocast(device_type, dtype=torch.bfloat16):  # inside the loop; cache_enabled=False for a region around it\n"
+        "# in the loop, or with cache_enabled=False\n"
+        "with torch.autocast({device_type}, torch.bfloat16):\n"
         "    loss = loss_fn(model(x), target)\n"
         "loss.backward()\n"
         "optimizer.step()"
@@ -48,7 +49,7 @@ class _Elsewhere(Sentences):
         "in the dtypes of the weights."
     )
     DEVICE_OF_TENSORS = "Give autocast, and the GradScaler, the device of the tensors."
-    REGION = "with torch.autocast(x.device.type, dtype=torch.bfloat16):\n    loss = loss_fn(model(x), target)"
+    REGION = "with torch.autocast({device_type}, dtype=torch.bfloat16):\n    loss = loss_fn(model(x), target)"
 
 
 def _autocast_elsewhere(case: Case) -> Iterator[Found]:
@@ -61,6 +62,7 @@ def _autocast_elsewhere(case: Case) -> Iterator[Found]:
         yield Found(
             _Elsewhere.NOTHING_CAST,
             {"asked": asked, "device": device, "regions": elsewhere.regions},
+            {"device_type": quoted(device)},
             fix=_Elsewhere.DEVICE_OF_TENSORS,
             code=_Elsewhere.REGION,
         )

@@ -92,13 +92,13 @@ class FP32Weights(Sentences):
 
     IN_BF16 = (
         "model.float()  # FP32 weights, and with them the optimizer's states\n"
-        "with torch.autocast(device_type, dtype=torch.bfloat16):\n"
+        "with torch.autocast({device_type}, dtype=torch.bfloat16):\n"
         "    output = model(x)\n"
         "loss = loss_fn(output.float(), target)"
     )
     IN_FP16 = (
         "model.float()  # FP32 weights, and with them the optimizer's states\n"
-        "with torch.autocast(device_type, dtype=torch.float16):\n"
+        "with torch.autocast({device_type}, dtype=torch.float16):\n"
         "    output = model(x)\n"
         "loss = loss_fn(output.float(), target)  # for torch.amp.GradScaler to scale"
     )

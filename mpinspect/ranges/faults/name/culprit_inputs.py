@@ -27,7 +27,7 @@ from mpinspect.ranges.records import (
     WeightGrowth,
 )
 from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event
-from mpinspect.reporting.sentences import Said, Sentences
+from mpinspect.reporting.sentences import Said, Sentences, text
 from mpinspect.reporting.words import bracketed, filled, number_of
 
 #: Ids of the findings that follow from a forward or a loss that was not finite.
@@ -273,34 +273,43 @@ class _Argument(Sentences):
     EXP = (
         "Subtract the largest first (torch.softmax and torch.logsumexp do), bound the argument, or compute it in FP32."
     )
-    WITHOUT_AUTOCAST = (
-        "with torch.autocast(device_type, enabled=False):  # x in FP32: x = x.float()\n    y = {expression}"
-    )
+    WITHOUT_AUTOCAST = "with torch.autocast({device_type}, enabled=False):\n    {indented}"
 
 
 class _ArgumentCode(Sentences):
-    COUNT_TARGETS = 'F.cross_entropy(logits, labels, reduction="sum") / labels.ne(-100).sum().clamp_min(1)'
-    CTC = "loss_fn = torch.nn.CTCLoss(zero_infinity=True)"
-    MASK_LAST = 'scores = (scores / temperature).masked_fill(mask, float("-inf"))  # divided first, then masked'
-    CONSTANT = "assert torch.isfinite(constant).all()"
-    CLASS_WEIGHTS = "weight = torch.nan_to_num(weight, posinf=0.0)  # or leave its classes out"
-    ROUNDED_DIFFERENCE = (
-        "with torch.autocast(device_type, enabled=False):\n"
-        "    difference = (a.float() - b.float()).clamp_min(1e-6)\n"
-        "    # distances: torch.cdist(a.float(), b.float())"
+    COUNT_TARGETS = (
+        "total = F.cross_entropy(\n"
+        '    logits, labels, reduction="sum"\n'
+        ")\n"
+        "count = labels.ne(-100).sum()\n"
+        "loss = total / count.clamp_min(1)"
     )
-    PACK_WIDER = "packed = tensor.to(torch.bfloat16)  # in the pack hook of torch.autograd.graph.saved_tensors_hooks"
-    LOG_SOFTMAX = "log_probabilities = torch.log_softmax(logits, -1)"
-    LOG = "x.clamp_min(1e-6).log()  # a clamped element gets no gradient"
-    SQRT = "(x + 1e-12).sqrt()"
-    RSQRT = "(x + 1e-12).rsqrt()"
-    DIVISION = "a / b.clamp_min(1e-6)"
-    RECIPROCAL = "1 / x.clamp_min(1e-6)"
-    POWER = "x.clamp_min(1e-6) ** p"
-    EXP = "x.clamp_max(80).exp()  # FP16 ends at exp(11.09), BF16 and FP32 at exp(88.7)"
-    ACOS = "x.clamp(-1 + 1e-6, 1 - 1e-6).acos()"
-    ASIN = "x.clamp(-1 + 1e-6, 1 - 1e-6).asin()"
-    ATANH = "x.clamp(-1 + 1e-6, 1 - 1e-6).atanh()"
+    CTC = "loss_fn = torch.nn.CTCLoss(\n    zero_infinity=True\n)"
+    MASK_LAST = (
+        "# divided first, then masked\n"
+        "scores = scores / temperature\n"
+        'scores = scores.masked_fill(\n    mask, float("-inf")\n)'
+    )
+    CONSTANT = "assert torch.isfinite(constant).all()"
+    CLASS_WEIGHTS = "# or leave its classes out\nweight = torch.nan_to_num(weight, posinf=0.0)"
+    ROUNDED_DIFFERENCE = (
+        "with torch.autocast({device_type}, enabled=False):\n"
+        "    a, b = f(x.float()), g(x.float())\n"
+        "    difference = (a - b).clamp_min(1e-6)\n"
+        "    # distances: torch.cdist(a, b)"
+    )
+    PACK_WIDER = "# in the pack hook of\n# torch.autograd.graph.saved_tensors_hooks\npacked = tensor.to(torch.bfloat16)"
+    LOG_SOFTMAX = "log_p = torch.log_softmax(logits, -1)"
+    LOG = "# a clamped element gets no gradient\ny = x{cast}.clamp_min(1e-6).log()"
+    SQRT = "y = (x{cast} + 1e-12).sqrt()"
+    RSQRT = "y = (x{cast} + 1e-12).rsqrt()"
+    DIVISION = "y = a{cast} / b{cast}.clamp_min(1e-6)"
+    RECIPROCAL = "y = 1 / x{cast}.clamp_min(1e-6)"
+    POWER = "y = x{cast}.clamp_min(1e-6) ** p"
+    EXP = "# FP16 ends at exp(11.09),\n# BF16 and FP32 at exp(88.7)\ny = x{cast}.clamp_max(80).exp()"
+    ACOS = "end = 1 - 1e-6\ny = x{cast}.clamp(-end, end).acos()"
+    ASIN = "end = 1 - 1e-6\ny = x{cast}.clamp(-end, end).asin()"
+    ATANH = "end = 1 - 1e-6\ny = x{cast}.clamp(-end, end).atanh()"
 
 
 #: Words of an examined argument whose origin is not known.
@@ -348,11 +357,13 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         also = _Argument.EQUAL_TERMS.when(fix is _Argument.ROUNDED_DIFFERENCE and "of zero" in measured.text)
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
+        cast = ".float()" * is_narrow
         words = {
             "operator": measured.text.replace(ROUNDED_DIFFERENCE, ""),
             "place": _place(_module(case, measured), event),
             "places": bracketed(_line(case, measured), _elements(measured), _rows(measured)),
-            "expression": code and code.value,
+            "cast": cast,
+            "indented": is_narrow and text(code, {"cast": cast}).replace("\n", "\n    "),
             "rounded": rounded,
             "difference": filled(", after the sum or difference in {}", difference),
         }
@@ -370,6 +381,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             words,
             {"operator": measured.text, "line": _line(case, measured)},
             is_mild=event is None,
+            before=[difference],
         )
         return
 

@@ -97,7 +97,7 @@ def _states_cast(case: Case) -> Iterator[Found]:
             "optimizer": optimizer,
             "literal": f"({literal},)" if len(states) == 1 else f"({literal})",
         },
-        evidence={"before": before, "after": after},
+        evidence={"before": before, "after": after, "line": line},
     )
 
 

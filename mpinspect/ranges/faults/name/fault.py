@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpinspect.ranges.faults.name.case import Case, again, grouped
+from mpinspect.ranges.faults.name.case import Case, again, grouped, quoted
 from mpinspect.ranges.records import Record
+from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import INFERRED, MEASURED, SEVERITIES, Finding
 from mpinspect.reporting.sentences import Said, Sentences, text
+from mpinspect.reporting.streams import printable
 from mpinspect.reporting.words import filled, with_power
 
 #: How many names the evidence lists.
@@ -32,6 +35,7 @@ class Found:
         is_grave: whether it did more harm than usual: its severity is one above the fault's own, which must not be "error".
         is_mild: whether it did less harm than usual: its severity is one below the fault's own, which must not be "info".
         is_inferred: whether the cause was concluded from measurements, and not measured itself.
+        before: lines of the script whose operators lead to the one of the evidence's "line".
         step: the step in which the problem began, from 0; None if it belongs to no step.
     """
 
@@ -45,6 +49,7 @@ class Found:
     is_grave: bool = False
     is_mild: bool = False
     is_inferred: bool = False
+    before: Sequence[str] = ()
     step: int | None = None
 
     @classmethod
@@ -125,19 +130,26 @@ class Fault:
 
     def findings(self, case: Case) -> Iterator[Finding]:
         """Yield the findings of a run."""
-        return map(self.finding, self.rule(case))
+        return (self.finding(found, case.session) for found in self.rule(case))
 
-    def finding(self, found: Found) -> Finding:
-        """Return the finding of one occurrence."""
-        figures = {"step": found.step, **found.evidence, **found.words}
+    def finding(self, found: Found, session: Session) -> Finding:
+        """Return the finding of one occurrence; its code begins with the lines of the script that it is about."""
+        figures = {"step": found.step, "device_type": _device_type(session), **found.evidence, **found.words}
+        fix, code = text(found.fix, figures), text(found.code, figures, between="\n")
+        evidence, line = dict(found.evidence), found.evidence.get("line", "")
+        sources = {each: source for each in (*found.before, line) if (source := session.source_of(each))}
+        if line in sources:
+            evidence["source"] = sources[line]
+        if fix:
+            code = "\n".join([*(printable(f"# {each}: {source}") for each, source in sources.items()), code]).rstrip()
         return Finding(
             self.id,
             found.severity or SEVERITIES[SEVERITIES.index(self.severity) + found.is_grave - found.is_mild],
             found.layer,
             text(found.says, figures),
-            dict(found.evidence),
-            text(found.fix, figures),
-            text(found.code, figures, between="\n"),
+            evidence,
+            fix,
+            code,
             (MEASURED, INFERRED)[found.is_inferred],
             found.step,
         )
@@ -153,3 +165,9 @@ class Fault:
     def is_grave(self, finding: Finding) -> bool:
         """Return whether a finding of this fault is as severe as one that explains others."""
         return SEVERITIES.index(finding.severity) >= SEVERITIES.index(self.explains_from)
+
+
+def _device_type(session: Session) -> str:
+    """Return the type of the parameters' devices as code, in quotes; the name ``device_type`` if there is not exactly one."""
+    types = set(re.findall(r"(?:^|, )(\w+)", session.info.devices))
+    return quoted(types.pop()) if len(types) == 1 else "device_type"

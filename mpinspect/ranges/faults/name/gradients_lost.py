@@ -133,7 +133,7 @@ class _Still(Sentences):
     CLOSURE = (
         "def closure():\n"
         "    optimizer.zero_grad()\n"
-        "    with torch.autocast(device_type, enabled=False):\n"
+        "    with torch.autocast({device_type}, enabled=False):\n"
         "        loss = loss_fn(model(x.float()), target)\n"
         "    loss.backward()\n"
         "    return loss"

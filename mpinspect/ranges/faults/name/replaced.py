@@ -12,7 +12,7 @@ from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.records import BrokenWeights, ReplacedBeforeStep, SteppedWhileScaled, WrittenByLoop
 from mpinspect.ranges.session import END, SKIPPED, Event, TensorKey, TensorWindow
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import filled, with_power
+from mpinspect.reporting.words import bracketed, filled, with_power
 
 #: Modules whose weights' gradients are sums of products with every element of the gradient at their output.
 _PRODUCTS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
@@ -79,7 +79,7 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
 class _Broken(Sentences):
     WRITTEN = (
         "In step {step} {weights:some 3} became infinite or NaN although no optimizer had stepped: the backward of step "
-        "{overflowed} overflowed at the loss scale {loss_scale:scale}, and the loop's own code{line} writes to the weights. A "
+        "{overflowed} overflowed at the loss scale {loss_scale:scale}, and the loop's own code{at_line} writes to the weights. A "
         "GradScaler skips its optimizer's step alone."
     )
     CHECK_FIRST = (
@@ -108,14 +108,19 @@ def _broken_by_loop(case: Case) -> Iterator[Found]:
     overflow = next((event for event in reversed(before) if event.phase == "backward"), None)
     if overflow is None or overflow.step < broken.step - 1 or any(event.story != SKIPPED for event in before):
         return
-    written = next(case.recorded(WrittenByLoop), None)
+    line = next((written.names[1] for written in case.recorded(WrittenByLoop)), "")
     yield Found(
         _Broken.WRITTEN,
-        {**broken.figures, "names": list(broken.names[:MOST_NAMES]), "loss_scale": overflow.loss_scale},
+        {
+            **broken.figures,
+            "names": list(broken.names[:MOST_NAMES]),
+            "loss_scale": overflow.loss_scale,
+            "line": line,
+        },
         {
             "weights": list(broken.names),
             "overflowed": overflow.step,
-            "line": filled(" ({})", written and written.names[1]),
+            "at_line": bracketed(line),
         },
         _Broken.CHECK_FIRST,
         _Broken.UNSCALE_AND_CHECK,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
@@ -44,8 +43,8 @@ _NEAR = 4.0
 class _Scaler(Sentences):
     """Code that several of these faults share."""
 
-    NEW = "scaler = torch.amp.GradScaler(device_type)"
-    BEGINNING_AT = "scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{log2_start})"
+    NEW = "scaler = torch.amp.GradScaler({device_type})"
+    BEGINNING_AT = "scaler = torch.amp.GradScaler({device_type}, init_scale=2.0**{log2_start})"
 
 
 def _skips(case: Case) -> list[Event]:
@@ -222,7 +221,7 @@ class _Anew(Sentences):
         "begin at a lower scale."
     )
     BEFORE_LOOP = (
-        "scaler = torch.amp.GradScaler(device_type)\n"
+        "scaler = torch.amp.GradScaler({device_type})\n"
         "for batch in loader:\n"
         "    train_step(model, optimizer, scaler, batch)"
     )
@@ -445,7 +444,7 @@ class _Shared(Sentences):
     )
     NOTHING_LOST = "This did no harm{so_far}: {lowest:scale}, the lowest, still serves it."
     ONE_EACH = "Give each network (each loss with an optimizer of its own) a scaler of its own."
-    OF_ITS_OWN = "scaler = torch.amp.GradScaler(device_type)  # one that scales this network's loss alone"
+    OF_ITS_OWN = "scaler = torch.amp.GradScaler({device_type})  # one that scales this network's loss alone"
 
 
 def _scaler_shared(case: Case) -> Iterator[Found]:
@@ -618,7 +617,7 @@ class _ForForward(Sentences):
         "If you stay in FP16, make a new GradScaler: the scale of this one was lowered {steps} times for nothing."
     )
     CAST_OUTPUT = "loss = loss_fn(output.float(), target)"
-    WITHOUT_AUTOCAST = "with torch.autocast(x.device.type, enabled=False):\n    y = f(x.float())"
+    WITHOUT_AUTOCAST = "with torch.autocast({device_type}, enabled=False):\n    y = layer(x.float())"
 
 
 def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
@@ -716,20 +715,18 @@ class _Missing(Sentences):
         "--loss-scale)."
     )
     FOR_SCALER = "Keep FP32 weights: GradScaler refuses FP16 gradients."
-    AUTOCAST_BF16 = "with torch.autocast(device_type, dtype=torch.bfloat16):\n    loss = ..."
+    AUTOCAST_BF16 = "with torch.autocast({device_type}, dtype=torch.bfloat16):\n    loss = ..."
     FOR_DEVICE = "Make the scaler for the device of the model{room}."
     ENABLE = "Make the scaler with enabled=True{room}."
-    ENABLED = "scaler = torch.amp.GradScaler(device_type, enabled=True)"
-    ENABLED_AT = "scaler = torch.amp.GradScaler(device_type, init_scale=2.0**{log2_start}, enabled=True)"
-    ON_DEVICE = 'scaler = torch.amp.GradScaler("{device}")'
-    ON_DEVICE_AT = 'scaler = torch.amp.GradScaler("{device}", init_scale=2.0**{log2_start})'
+    ENABLED = "scaler = torch.amp.GradScaler({device_type}, enabled=True)"
+    ENABLED_AT = "scaler = torch.amp.GradScaler({device_type}, init_scale=2.0**{log2_start}, enabled=True)"
     SCALED_STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
 
 
 #: By the sentence on the scaler: the change, and the line that makes the scaler, without and with an initial scale.
 _MADE: dict[_Missing, tuple[_Missing, _Missing | _Scaler, _Missing | _Scaler]] = {
     _Missing.NO_SCALER: (_Missing.SCALE, _Scaler.NEW, _Scaler.BEGINNING_AT),
-    _Missing.DISABLED_ELSEWHERE: (_Missing.FOR_DEVICE, _Missing.ON_DEVICE, _Missing.ON_DEVICE_AT),
+    _Missing.DISABLED_ELSEWHERE: (_Missing.FOR_DEVICE, _Scaler.NEW, _Scaler.BEGINNING_AT),
     _Missing.DISABLED: (_Missing.ENABLE, _Missing.ENABLED, _Missing.ENABLED_AT),
 }
 
@@ -763,9 +760,8 @@ def _disabled(case: Case) -> tuple[_Missing, dict[str, object]]:
         return _Missing.NO_SCALER, {}
     devices = case.session.info.devices
     is_elsewhere = bool(scaler.device and devices) and scaler.device not in devices
-    device = re.split(r"\W", devices)[0]
     unless = ", the default of torch.amp.GradScaler()" * (scaler.device == "cuda")
-    words: dict[str, object] = {"scaler": scaler.type, "made_for": scaler.device, "devices": devices, "device": device}
+    words: dict[str, object] = {"scaler": scaler.type, "made_for": scaler.device, "devices": devices}
     return _Missing.DISABLED_ELSEWHERE.when(is_elsewhere) or _Missing.DISABLED, {**words, "unless_given": unless}
 
 

@@ -60,6 +60,35 @@ _IN_WORDS = {
     "_softmax": "softmax",
     "rsub": "a difference",
 }
+#: The binary operators as code.
+_SIGNS = {"add": "+", "sub": "-", "rsub": "-", "mul": "*", "div": "/", **dict.fromkeys(("mm", "bmm", "mv", "dot"), "@")}
+#: The methods of a tensor that operators are, as code.
+_METHODS = {
+    "linalg_vector_norm": "norm()",
+    "pow": "pow(p)",
+    **{name: f"{name}(dim)" for name in ("cumsum", "log_softmax", "logsumexp", "softmax")},
+    **{name: f"{name}()" for name in ("exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "reciprocal")},
+    **{name: f"{name}()" for name in ("cos", "rsqrt", "sigmoid", "sin", "sqrt", "tan", "tanh")},
+    **{name: f"{name}()" for name in ("mean", "norm", "prod", "std", "sum", "var")},
+}
+
+
+def _expression(operator: str, cast: str = ".float()", other: str = "b") -> str:
+    """Return an operator as code.
+
+    Args:
+        operator: its name in torch.
+        cast: follows each operand.
+        other: the second operand of a binary operator.
+    """
+    name = operator.strip("_")
+    if operator in _CASTS:
+        return "x.float()"
+    if name == "addmm":
+        return f"x{cast} @ w{cast}.T + b{cast}"
+    if name in _SIGNS:
+        return f"a{cast} {_SIGNS[name]} {other}{cast}"
+    return f"x{cast}.{_METHODS[name]}" if name in _METHODS else f"f(x{cast})"
 
 
 def _by_place(records: Iterable[_Placed], size: str) -> Iterator[_Placed]:
@@ -86,6 +115,8 @@ def _place(record: Record) -> dict[str, object]:
         "operator": operator,
         "place": place,
         "line": line,
+        "expression": _expression(record.names[0]),
+        "of_x": _expression(record.names[0], "", "x"),
         "dtype": record.text,
         "end": FORMATS[record.text].max_finite,
     }
@@ -163,10 +194,10 @@ class _Born(Sentences):
     PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
     BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
     OF_EXPONENT = (
-        "Before it, exp{exponent_line} gets arguments up to {exponent:.3g}; exp(11.09) is FP16's largest number."
+        "Before it, exp{at_exponent} gets arguments up to {exponent:.3g}; exp(11.09) is FP16's largest number."
     )
     BOUND_EXPONENT = "Bound the exponent. A learned scale is initialised with its logarithm."
-    CLAMP_EXPONENT = "scale = log_scale.clamp_max(math.log(100)).exp()"
+    CLAMP_EXPONENT = "most = math.log(100)\nscale = log_scale.clamp_max(most).exp()"
     STAY_IN_FP32 = "Leave this value in FP32, or bound it first."
     FROM_ORIGIN_IN_FP32 = (
         "Compute in FP32 from {origin_place} to {place}: a cast to FP32 in between does not restore the lost bits."
@@ -176,8 +207,11 @@ class _Born(Sentences):
     )
     SUBTRACT_LARGEST = "If it is normalised afterwards, subtract the largest exponent first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
-    CAST = "with torch.autocast(device_type, enabled=False):\n    y = f(x.float())"
-    NORM = "norm = weight.float().norm()"
+    PLAIN = "y = {expression}"
+    CAST = "with torch.autocast({device_type}, enabled=False):\n    y = {expression}"
+    AND_LAYERS = "    # here too: the layers that take y"
+    CAST_BOTH = "with torch.autocast({device_type}, enabled=False):\n    x = {origin_expression}\n    y = {of_x}"
+    UNCAST = "with torch.autocast({device_type}, enabled=False):\n    # x as it was before the cast\n    y = layer(x)"
     MASK_OF_THE_DTYPE = (
         "The value is FP32's largest, as masks often use it: take the largest of the scores' own dtype, so that a fully masked "
         "row stays finite."
@@ -252,10 +286,11 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "at": _at(born, is_later),
             "at_origin": origin and _at(origin, is_later),
             **_words_of(origin),
-            "exponent_line": bracketed("".join(born.names[3:4])),
+            "at_exponent": bracketed("".join(born.names[3:4])),
         },
         layer=layer,
         is_grave=first is not None,
+        before=[origin.names[1]] if origin else born.names[3:4],
         step=step,
     )
 
@@ -266,12 +301,11 @@ def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iter
     if born is None:
         return
     fix, _ = _remedy(born, None)
-    code = _Born.NORM.when(born.names[0].rstrip("_") in (*_SUMS, *_PRODUCTS))
     # The weights that it steps on break the next forward.
     is_grave = any(event.forward_finite is False and event.step > (born.step or 0) for event in case.events)
     says = _Born.BEYOND.when(born.largest) or _Born.FROM_ROUNDED_INPUTS
     words = {"count": int(born.elements), "at": _at(born, False)}
-    yield _found(born, says, fix, code, words, is_grave=is_grave)
+    yield _found(born, says, fix, _Born.PLAIN, words, is_grave=is_grave)
 
 
 def _is_of_precision(born: BornInfinite, case: Case) -> bool:
@@ -294,23 +328,24 @@ def _how(born: BornInfinite, origin: BornInfinite | None) -> _Born:
 def _remedy(born: BornInfinite, origin: BornInfinite | None) -> tuple[Said, Said]:
     operator = born.names[0]
     is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
+    cast = (_Born.CAST_BOTH.when(origin) or _Born.CAST, _Born.AND_LAYERS.when(born.largest))
     if origin is not None and born.largest:
-        return (_Born.FROM_NEAR_IN_FP32, _Born.SUBTRACT_LARGEST.when(origin.names[0].startswith("exp"))), _Born.CAST
+        return (_Born.FROM_NEAR_IN_FP32, _Born.SUBTRACT_LARGEST.when(origin.names[0].startswith("exp"))), cast
     if origin is not None:
-        return (_Born.FROM_ORIGIN_IN_FP32, _Born.EPSILON.when(is_epsilon)), _Born.CAST
+        return (_Born.FROM_ORIGIN_IN_FP32, _Born.EPSILON.when(is_epsilon)), cast
     if operator.rstrip("_") in _SUMS:
-        return _Born.SUM_IN_FP32, _Born.CAST
+        return _Born.SUM_IN_FP32, cast
     if operator.rstrip("_") in _PRODUCTS:
-        return _Born.PRODUCT_IN_FP32, _Born.CAST
+        return _Born.PRODUCT_IN_FP32, cast
     if operator.startswith("exp"):
-        return _Born.BOUND_EXP, _Born.CAST
+        return _Born.BOUND_EXP, cast
     if born.largest >= _LARGEST_OF_FP32:
         return _Born.MASK_OF_THE_DTYPE, _Born.FINFO
     if born.exponent:
         return _Born.BOUND_EXPONENT, _Born.CLAMP_EXPONENT
     if operator in _CASTS:
-        return _Born.STAY_IN_FP32, ()
-    return (_Born.OPERATOR_IN_FP32, _Born.EPSILON.when(is_epsilon)), _Born.CAST
+        return _Born.STAY_IN_FP32, _Born.UNCAST
+    return (_Born.OPERATOR_IN_FP32, _Born.EPSILON.when(is_epsilon)), cast
 
 
 def _first_event(case: Case, phase: str = "forward") -> Event | None:
@@ -387,8 +422,8 @@ class _Sum(Sentences):
         "is {value:.4g} where the exact result is {exact:.4g}."
     )
     IN_FP32 = "Add up in FP32: cast the terms before the sum, and its result afterwards."
-    CAST = "total = terms.float().sum()  # or mean()"
-    CAST_INDEXED = "total = torch.zeros(..., dtype=torch.float32).index_add(0, index, terms.float())"
+    CAST = "total = {expression}"
+    CAST_INDEXED = "total = torch.zeros(n, dtype=torch.float32)\ntotal.index_add_(0, index, terms.float())"
 
 
 def _sum_loses_terms(case: Case) -> Iterator[Found]:
@@ -539,7 +574,7 @@ class _Flush(Sentences):
     )
     TAKEN = "A tensor that persists from step to step takes them."
     IN_FP32 = "Compute this operator in FP32, from FP32 inputs, and keep averages and sums of its results in FP32."
-    FLOAT = "total += f(x.float())  # total in FP32"
+    FLOAT = "# total in FP32\ntotal += {expression}"
 
 
 def _operator_flushes(case: Case) -> Iterator[Found]:
@@ -601,7 +636,11 @@ class _Left(Sentences):
     )
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
-    DIFFERENCE = "with torch.autocast(device_type, enabled=False):\n    difference = a.float() - b.float()"
+    DIFFERENCE = (
+        "with torch.autocast({device_type}, enabled=False):\n"
+        "    a, b = f(x.float()), g(x.float())\n"
+        "    difference = a - b"
+    )
 
 
 def _rounding_error_left(case: Case) -> Iterator[Found]:
@@ -635,10 +674,17 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             cancelled,
             (_Left.ARISES_EARLIER.when(origin) or _Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
             fix.when(not is_mild),
-            (_Left.DIFFERENCE.when(is_difference and not origin) or _Born.CAST).when(not is_mild),
-            words={**words, "off": off, "inputs": ("input was", "operands were")[is_difference], **_words_of(origin)},
+            (_Left.DIFFERENCE.when(is_difference and not origin) or _Born.CAST_BOTH).when(not is_mild),
+            words={
+                **words,
+                "off": off,
+                "inputs": ("input was", "operands were")[is_difference],
+                "origin_expression": "f(z.float())",
+                **_words_of(origin),
+            },
             is_grave=born is not None,
             is_mild=is_mild,
+            before=[origin.names[1]] if origin else [],
             step=step,
         )
 

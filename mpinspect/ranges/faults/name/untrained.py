@@ -202,8 +202,8 @@ class _Zero(Sentences):
         "If they are not zero there, multiply this part's loss by a factor of its own{limit}. Computing them in FP32 would not "
         "do: {damped}."
     )
-    BEGIN_AT = "scaler = torch.amp.GradScaler(device_type, init_scale={raised:.0f})"
-    AUTOCAST_OFF = "with torch.autocast(device_type, enabled=False):  # for this one batch\n    y = module(x.float())"
+    BEGIN_AT = "scaler = torch.amp.GradScaler({device_type}, init_scale={raised:.0f})"
+    AUTOCAST_OFF = "with torch.autocast({device_type}, enabled=False):  # for this one batch\n    y = module(x.float())"
 
 
 class _Silent(Sentences):

@@ -1,0 +1,55 @@
+"""The innermost line of the user's code has its text, as far as that is certain."""
+
+from __future__ import annotations
+
+import sys
+
+from mpinspect.runtime.user_line import innermost_line, source_of
+
+SCRIPT = "import sys\ndef here():\n    return line_of(sys._getframe())"
+
+
+def line_in(path, written=None):
+    """Run a script at a path, with this text in its file, and return the line that it names."""
+    if written is not None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(written, "utf-8")
+    names = {"__name__": "script", "line_of": innermost_line}
+    exec(compile(written or SCRIPT, str(path), "exec"), names)
+    return names["here"]()
+
+
+def test_a_line_has_its_text(tmp_path):
+    line = line_in(tmp_path / "train.py", SCRIPT)
+    assert line == "train.py:3"
+    assert source_of(line) == "return line_of(sys._getframe())"
+    assert source_of("train.py:2") == source_of("") == ""
+
+
+def test_a_long_line_is_cut_and_stays_one_line(tmp_path):
+    long = SCRIPT.replace("())", "())  #\t\v\x1c" + "x" * 200)
+    assert source_of(line_in(tmp_path / "long.py", long)).startswith("return line_of(sys._getframe())")
+    assert source_of("long.py:3").isprintable()
+    wide = SCRIPT.replace("())", "())  # " + "x" * 200)
+    assert source_of(line_in(tmp_path / "wide.py", wide)) == f"return line_of(sys._getframe()) # {'x' * 86}..."
+
+
+def test_a_file_that_can_not_be_read_has_no_text(tmp_path):
+    (tmp_path / "broken.py").write_bytes(b"\xff\xfe# no UTF-8\n" * 3)
+    for name in ("gone.py", "broken.py", "<string>", "a\nb.py"):
+        line = line_in(tmp_path / name)
+        assert line == f"{name}:3"
+        assert source_of(line) == ""
+
+
+def test_lines_of_two_files_with_one_name_have_no_text(tmp_path):
+    first = line_in(tmp_path / "one" / "layers.py", SCRIPT)
+    assert source_of(first)
+    assert line_in(tmp_path / "two" / "layers.py", SCRIPT) == first
+    assert source_of(first) == ""
+    assert line_in(tmp_path / "one" / "layers.py", SCRIPT) == first
+    assert source_of(first) == ""
+
+
+def test_a_frame_of_the_library_is_no_users():
+    assert innermost_line(sys._getframe()).startswith("test_user_line.py:")
