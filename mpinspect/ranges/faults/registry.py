@@ -114,10 +114,10 @@ def shows_in_ranges(finding: Finding) -> bool:
 
 
 def part_of(finding: Finding) -> str:
-    """Return the part of the program in which a finding lies that names neither a layer nor a line."""
+    """Return the part of the program in which a finding lies that names neither a layer nor a line; "" if that is not known."""
     if finding.id in _OF_LOOP:
         return "the training loop"
-    return "the batch" if finding.id == "batch-not-finite" else "no single layer"
+    return "the batch" if finding.id == "batch-not-finite" else ""
 
 
 def what_broke(report: RangeReport) -> Event | None:

@@ -108,7 +108,7 @@ export class Shares {
     }
     if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, "no finite value was counted")])];
     const [lost, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
-    const finite = this.view.ofKind.some((/** @type {any} */ layer) => this.view.counted(layer)?.infs) ? " in finite values" : "";
+    const finite = this.view.ofKind.some((/** @type {any} */ layer) => this.view.counted(layer)?.infs) ? " (finite)" : "";
     return [element("b", {}, `at ${power(scale)}`), this.fold, element("span", {}, `${lost} flushed${this.hasCurve ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow${finite}`)];
   }
 
