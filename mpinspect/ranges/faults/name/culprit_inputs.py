@@ -112,6 +112,8 @@ class _Batch(Sentences):
     TARGETS = (
         "In step {step} the targets hold infinities or NaNs{places}: neither the model nor the precision made them."
     )
+    ALSO = "The model's input was not finite in {further:count further step}, too."
+    ALONE = "The model's input was finite in all other steps."
     LOOK = "Look at these samples and their preprocessing; leave them out or repair them before they reach the model."
     GOOD_BATCH = (
         "good = torch.isfinite(batch)\n"
@@ -143,18 +145,26 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
         if event is not None and event.rank != measured.rank:
             # Another rank may have made it first and sent it to this one.
             continue
+        further = len({each.step for each in case.events if each.given} - {measured.step})
         yield _examined(
             case,
             measured,
-            [_Batch.TARGETS.when(of_targets) or _Batch.BATCH],
+            [_Batch.TARGETS.when(of_targets) or _Batch.BATCH, None if of_targets else _others(further, case)],
             _Batch.LOOK,
             _Batch.GOOD_TARGETS.when(of_targets) or _Batch.GOOD_BATCH,
-            {},
+            {"further": further},
             layer="",
             is_mild=event is None,
             is_inferred=isinstance(measured, ExaminedDifference),
         )
         return
+
+
+def _others(further: int, case: Case) -> _Batch | None:
+    """Return the sentence on the other steps, of which so many had such an input; None if some of them are not known."""
+    is_known = case.session.info.watch and case.progress.watched_steps is None
+    is_alone = is_known and len({event.step for event in case.events}) == 1
+    return _Batch.ALSO.when(further) or _Batch.ALONE.when(is_alone)
 
 
 def _is_batch_rounded(case: Case) -> bool:
