@@ -235,8 +235,8 @@ class _Silent(Sentences):
     ZERO_INPUT = "A product whose other operand is zero, such as the output of a dead ReLU, has such gradients."
     ARRIVE_AS_ZEROS = "The gradients that arrive at the output of {last!r} are zero already."
     SATURATED = (
-        "In step {saturated_step} all {elements:,} results of a {function} in {dtype:format} were exactly {at}, where its "
-        "gradient is zero{rounds}."
+        "In step {saturated_step} all {elements:,} results of a {function}{in_module} in {dtype:format} were exactly {at}, where "
+        "its gradient is zero{rounds}."
     )
     SCALE_BEFORE_CAST = (
         "If that backward casts to FP8, multiply the gradient by a scale before the cast, and divide by it after the product. If "
@@ -376,6 +376,8 @@ def _silent_layers(says: _Silent, zero: Sequence[str], modules: Sequence[str], c
     figures = {"parameters": len(zero), "names": zero[:MOST_NAMES], "steps": _sampled_steps(zero[0], case)}
     words: dict[str, object] = {"modules": grouped(zero), "last": modules[-1]}
     is_model = says is _Silent.MODEL
+    # No layer of many stands for the whole model.
+    layer = "" if is_model else zero[0]
     more: tuple[_Silent, ...] = (_Silent.ARRIVE_AS_ZEROS,)
     fix, code = _Silent.FOLLOW_BACK, None
     if borders:
@@ -383,6 +385,7 @@ def _silent_layers(says: _Silent, zero: Sequence[str], modules: Sequence[str], c
         largest = window.histogram.max_abs if window else 0.0
         flushing = [format for format in (FLOAT8_E5M2, FLOAT8_E4M3) if largest <= format.flush_edge]
         more, fix = (_Silent.LOST_IN, _Silent.ZERO_INPUT), _Silent.READ_OPERANDS
+        layer = layer or borders[-1]
         figures |= {"border": borders[-1], "largest": largest}
         if flushing:
             more, fix, code = (_Silent.LOST_IN, _Silent.BELOW_FP8), _Silent.SCALE_BEFORE_CAST, _Silent.SCALED_CAST
@@ -395,13 +398,14 @@ def _silent_layers(says: _Silent, zero: Sequence[str], modules: Sequence[str], c
         more = (_Silent.SATURATED,)
         figures |= {"function": saturated.names[0], "elements": int(saturated.elements), "dtype": saturated.text}
         words |= {"saturated_step": saturated.step, "at": at, "rounds": _rounds(saturated)}
+        layer, words["in_module"] = saturated.name, filled(" in {!r}", saturated.name)
     return Found(
         (says, *more),
         figures,
         words,
         fix,
         code,
-        layer=zero[0],
+        layer=layer,
         is_grave=is_model,
         is_inferred=bool(borders),
     )
