@@ -647,7 +647,10 @@ class Session:
         return next((each for each in self.measurements if each.what == ENDED_BY), None)
 
     def scale_history(self) -> tuple[ScaleChange, ...]:
-        """Return the changes of the loss scale by step, recorded at sampled steps or seen in events between them."""
+        """Return the changes of the loss scale by step, recorded at sampled steps or seen in events between them.
+
+        A scaler lowers its scale in the step that it skips: a lower scale that was recorded later began after that step.
+        """
         known = {change.step for change in self.progress.scales}
         told = [
             ScaleChange(event.step, event.loss_scale)
@@ -656,9 +659,22 @@ class Session:
         ]
         found: list[ScaleChange] = []
         for change in sorted((*self.progress.scales, *told), key=lambda change: change.step):
-            if not found or change.scale != found[-1].scale:
+            if not found:
                 found.append(change)
+            elif change.scale != found[-1].scale:
+                found.append(ScaleChange(self._began(change, found[-1]), change.scale))
         return tuple(found)
+
+    def _began(self, change: ScaleChange, before: ScaleChange) -> int:
+        """Return the step in which a change of the loss scale began that was recorded in a later step."""
+        if not before.scale or not change.scale or change.scale > before.scale:
+            return change.step
+        skips = (
+            event.step + 1
+            for event in self.events
+            if event.story == SKIPPED and before.step <= event.step < change.step and event.loss_scale == before.scale
+        )
+        return max(skips, default=change.step)
 
     @property
     def last_scale(self) -> float | None:

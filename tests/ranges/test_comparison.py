@@ -257,6 +257,9 @@ def test_different_settings_are_listed_unless_unknown():
         Change("every", "1", "10"),
         Change("torch", "-", "2.13"),
     ]
+    # The states of an optimizer that has not stepped are unseen, not another setting.
+    unseen = dataclasses.replace(ledger, gradients={}, optimizers=(dataclasses.replace(adam, states={}),))
+    assert list(changed_settings(first, run([], precision=unseen))) == []
     # Without a ledger the precision is unknown.
     assert [each.name for each in changed_settings(run([]), second)] == ["every", "torch"]
 

@@ -16,6 +16,7 @@ from test_explorer import SESSIONS, axe, browser, in_node, opened  # noqa: F401
 from test_opening import broken
 
 from mpinspect.kernels.profile import read_trace
+from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges import analyse as analysing
 from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.first_line import gravest
@@ -644,6 +645,20 @@ def test_without_a_loss_scale_the_steps_show_the_largest_magnitude(browser: Any,
         assert page.locator(".explorer rect.since").count() == 0
 
 
+def test_of_zeros_alone_a_sentence_stands_in_place_of_the_curve(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    bare = replace(broken(nan_from=99), events=())
+    zeros = ExponentHistogram.from_counts([], 0, zeros=5)
+    windows = tuple(
+        replace(window, tensors={key: replace(each, histogram=zeros) for key, each in window.tensors.items()})
+        for window in bare.windows
+    )
+    session = replace(bare, windows=windows, progress=replace(bare.progress, scales=()))
+    page = opened(browser, of_run(session).save(tmp_path / "a.html"), viewport=SCREEN)
+    words = page.locator(".explorer figure.steps svg text").all_text_contents()
+    assert "no finite non-zero value was counted" in words
+    assert page.troubles == []
+
+
 def test_a_phone_shows_the_figure_that_tells(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=PHONE)
     heads = page.locator(".explorer thead th:visible")
@@ -701,34 +716,26 @@ def test_the_headline_says_where_and_when_it_began():
     report = analysing.analyse(replace(broken(nan_from=99), events=()))
     finding = Finding("scale-too-low", "warning", "blocks.0.fc2", "It is.", {}, step=1200)
     assert began(report) == ""
-    assert began(replace(report, findings=(finding,))) == "In 'blocks.0.fc2', first seen in step 1,200: scale-too-low"
+    assert began(replace(report, findings=(finding,))) == "In 'blocks.0.fc2', first seen in step 1,200"
     assert (
         began(replace(report, findings=(replace(finding, layer=""),)))
-        == "First seen in step 1,200, in no single layer: scale-too-low"
+        == "In the training loop, first seen in step 1,200"
     )
-    assert (
-        began(replace(report, findings=(replace(finding, step=None),)))
-        == "In 'blocks.0.fc2', throughout the run: scale-too-low"
-    )
+    assert began(replace(report, findings=(replace(finding, step=None),))) == "In 'blocks.0.fc2', throughout the run"
     nowhere = replace(finding, layer="", step=None)
-    assert began(replace(report, findings=(nowhere,))) == "Throughout the run, in no single layer: scale-too-low"
+    assert began(replace(report, findings=(nowhere,))) == "In the training loop, throughout the run"
     at_line = replace(finding, layer="", evidence={"line": "train.py:9"})
-    assert began(replace(report, findings=(at_line,))) == "In train.py:9, first seen in step 1,200: scale-too-low"
+    assert began(replace(report, findings=(at_line,))) == "In train.py:9, first seen in step 1,200"
     in_both = replace(finding, evidence={"line": "train.py:9"})
-    assert (
-        began(replace(report, findings=(in_both,)))
-        == "In 'blocks.0.fc2', in train.py:9, first seen in step 1,200: scale-too-low"
-    )
+    assert began(replace(report, findings=(in_both,))) == "In 'blocks.0.fc2', in train.py:9, first seen in step 1,200"
     # Of an event the alarm says it, unless the gravest finding is of another step.
     of_event = analyse(broken())
     assert began(of_event) == ""
     assert began(replace(of_event, findings=(finding, *of_event.findings))) == (
-        "The gravest finding is another one, in 'blocks.0.fc2', first seen in step 1,200: scale-too-low"
+        "The gravest finding is another one, in 'blocks.0.fc2', first seen in step 1,200"
     )
     earlier = replace(finding, id="weights-exploded", severity="error", step=2)
-    assert began(replace(of_event, findings=(earlier, *of_event.findings))) == (
-        "It began in step 2, in 'blocks.0.fc2': weights-exploded"
-    )
+    assert began(replace(of_event, findings=(earlier, *of_event.findings))) == ("It began in step 2, in 'blocks.0.fc2'")
     event = gravest(of_event.events)
     named = replace(finding, severity="error", step=event.step, evidence={"line": "train.py:9"})
     assert began(replace(of_event, findings=(named,))) == "The cause is in train.py:9"

@@ -220,6 +220,7 @@ def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():
         "after": False,
         "said": "",
         "step": None,
+        "until": None,
         "curve": True,
         "grave": False,
         "words": "",
@@ -229,6 +230,19 @@ def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():
     assert shown["words"].startswith("The run computes in FP32.")
     # Whoever asks for a format gets it.
     assert opened(healthy, "float8_e4m3")["format"] == "float8_e4m3"
+
+
+def test_the_trouble_ends_with_the_last_skipped_step_unless_a_step_was_taken():
+    session = broken()
+    (event,) = session.events
+    skips = tuple(replace(event, step=step, skipped=True) for step in (5, 7))
+
+    def until(*events: Event, **progress: Any) -> int | None:
+        return opened(replace(session, events=events, progress=replace(session.progress, **progress)))["until"]
+
+    assert until(*skips, skipped_steps=2) == 7
+    # A step that was taken, or skipped without an event.
+    assert until(skips[0], replace(skips[1], skipped=False)) is until(*skips, skipped_steps=3) is None
 
 
 def test_a_broken_fp32_run_opens_in_fp32():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import made_sessions as made
@@ -148,3 +149,13 @@ def test_the_scale_history_includes_the_scales_of_events() -> None:
     session = Session(events=(*skips, unknown), progress=Progress(steps=10, scales=changes))
     history = [(change.step, change.scale) for change in session.scale_history()]
     assert history == [(0, 16.0), (1, 8.0), (2, 4.0), (3, 2.0), (9, 1.0)]
+
+
+def test_a_scale_falls_in_the_step_after_the_skipped_one_and_not_in_the_next_sampled_step() -> None:
+    changes = (ScaleChange(0, 16.0), ScaleChange(20, 8.0), ScaleChange(30, 16.0), ScaleChange(40, 8.0))
+    skip = Event(11, 0, "backward", "a", "weight_gradient", "a", "inf", 16.0, skipped=True)
+    session = Session(events=(skip,), progress=Progress(steps=50, scales=changes))
+    history = [(change.step, change.scale) for change in session.scale_history()]
+    assert history == [(0, 16.0), (12, 8.0), (30, 16.0), (40, 8.0)]
+    kept = replace(session, events=(replace(skip, skipped=False),))
+    assert [change.step for change in kept.scale_history()] == [0, 20, 30, 40]

@@ -254,7 +254,7 @@ def has_widget(blocks):
 class Page(html.parser.HTMLParser):
     """Checks that each tag of a page is closed by its own end tag."""
 
-    EMPTY = ("meta", "input")
+    EMPTY = ("meta", "input", "wbr")
 
     def __init__(self, text):
         super().__init__(convert_charrefs=True)

@@ -69,10 +69,9 @@ def document(report: KernelReport) -> Document:
 
 def _blocks(report: KernelReport) -> Iterator[Block]:
     yield from section("Time lost, the most first", _lost(report), is_detail=True)
-    if report.kernels:
-        yield from section("Tensor Cores", *_tensor_cores(report))
     yield from section("Findings", Findings(report.findings))
     if report.kernels:
+        yield from section("Tensor Cores", *_tensor_cores(report))
         yield from section("Eligible but not used", _losses(report.eligible))
         yield from section("Used but degraded", _losses(report.degraded))
         yield from section("By kernel", _names(report))
@@ -121,7 +120,7 @@ def _lost(report: KernelReport) -> Tables:
     ]
     columns = (
         Column("share", is_left=True, meaning="of the time from the first kernel to the last"),
-        Column("time", meaning="~ at most, estimated, by the change that saves most; else all that the cause takes"),
+        Column("time", meaning="all that the cause takes; ~: at most so much would a change save, estimated"),
         Column("finding", is_left=True),
     )
     return table(columns, rows)

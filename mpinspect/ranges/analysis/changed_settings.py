@@ -14,6 +14,8 @@ from mpinspect.reporting.words import NOT_APPLICABLE, filled, format_name, with_
 Record = TypeVar("Record")
 #: Settings in words, by name. A missing or unknown setting has no entry.
 Settings = dict[str, str]
+#: Settings that a run shows only once its steps reach them; older files name no devices.
+_SEEN_LATER = ("devices", "gradients", "outputs", "loss", " states")
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,10 @@ def changed_settings(first: Session, second: Session) -> Iterator[Change]:
         parts = [_precision, _optimizers, _scalers, *parts]
     for part in parts:
         one, other = part(first), part(second)
-        # A parameter that only one run has counts as a layer that differs, not as a setting; older files name no devices.
+        # A parameter that only one run has counts as a layer that differs, not as a setting.
         for name in dict.fromkeys([*one, *other]):
             here, there = one.get(name, NOT_APPLICABLE), other.get(name, NOT_APPLICABLE)
-            needs_both = part is _shapes or name == "devices"
+            needs_both = part is _shapes or name.endswith(_SEEN_LATER)
             if here != there and not (needs_both and NOT_APPLICABLE in (here, there)):
                 yield Change(name, here, there)
 

@@ -74,6 +74,20 @@ _IN_RANGES = OF_LOSS_SCALE.union(
     ("updates-lost", "weights-exploded", "gradients-all-zero", "training-diverged"),
 )
 _EVENT = "non-finite-event"
+#: The ids of findings that lie in the training loop where they name neither a layer nor a line.
+_OF_LOOP = {
+    fault.id
+    for fault in (
+        gradients_lost.NEVER_UPDATED,
+        gradients_lost.STEPS_STOPPED,
+        *gradients_lost.GONE,
+        *replaced.FAULTS,
+        *gradients_lost.OF_EARLIER_STEPS,
+        *unscaling.FAULTS,
+        *autocasts.FAULTS,
+        *scaling.FAULTS,
+    )
+}
 
 
 def explains(cause: Finding, finding: Finding) -> bool:
@@ -97,6 +111,13 @@ def depends_on_scale(finding: Finding, event: Event | None) -> bool:
 def shows_in_ranges(finding: Finding) -> bool:
     """Return whether the ranges of a finding's layer show the fault; an operator's or a conversion's lies elsewhere."""
     return finding.id in _IN_RANGES
+
+
+def part_of(finding: Finding) -> str:
+    """Return the part of the program in which a finding lies that names neither a layer nor a line; "" if that is not known."""
+    if finding.id in _OF_LOOP:
+        return "the training loop"
+    return "the batch" if finding.id == "batch-not-finite" else ""
 
 
 def what_broke(report: RangeReport) -> Event | None:

@@ -187,6 +187,7 @@ def _opening(report: RangeReport, first: Opening) -> dict[str, Any]:
         "after": found.is_after,
         "said": printable(found.said),
         "step": found.step,
+        "until": first.until,
         "curve": first.has_curve,
         "grave": bool(report.verdict.ended) or any(each.severity == SEVERITIES[-1] for each in report.findings),
         "words": printable(first.words),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS, explains_events, what_broke
+from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS, explains_events, part_of, what_broke
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
 from mpinspect.ranges.report.opening import is_of, line_of
 from mpinspect.ranges.report.scale_line import steps_and_samples
@@ -92,22 +92,18 @@ def began(report: RangeReport) -> str:
     finding, event = next((each for each in report.findings if each.is_alarm), None), what_broke(report)
     if finding is None:
         return ""
-    when, line = filled("first seen in step {:,}", finding.step), line_of(finding)
+    when, line, part = filled("first seen in step {:,}", finding.step), line_of(finding), part_of(finding)
     if event is not None and is_of(finding, event):
-        if explains_events(finding) and not (line or finding.layer):
-            return f"The cause is in no layer: {finding.id}"
-        return filled("The cause is in {}", line)
+        is_without = explains_events(finding) and not finding.layer
+        return filled("The cause is in {}", line or (part if is_without else ""))
     where = "worst in {}" if finding.id in _OF_WORST else "in {}"
     places = [filled(where, finding.layer and module_named(finding.layer)), filled("in {}", line)]
-    place = ", ".join(filter(None, places)) or "in no single layer"
+    place = ", ".join(filter(None, places)) or filled("in {}", part)
     if event is not None and explains_events(finding) and (finding.step or 0) < event.step:
-        return f"It began in step {finding.step:,}, {place}: {finding.id}"
+        return ", ".join(filter(None, (f"It began in step {finding.step:,}", place)))
     if event is not None:
-        return f"The gravest finding is another one, {place}, {when}: {finding.id}"
-    when = when or "throughout the run"
-    if not finding.layer and not line:
-        return f"{upper_first(when)}, {place}: {finding.id}"
-    return f"{upper_first(place)}, {when}: {finding.id}"
+        return ", ".join(filter(None, ("The gravest finding is another one", place, when)))
+    return upper_first(", ".join(filter(None, (place, when or "throughout the run"))))
 
 
 def merged(found: Iterable[Listed]) -> Iterator[Listed]:

@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.evidence import own_scale
 from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.faults.registry import depends_on_scale, shows_in_ranges, what_broke
+from mpinspect.ranges.faults.registry import depends_on_scale, part_of, shows_in_ranges, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen
 from mpinspect.reporting.finding import Finding
@@ -62,6 +62,7 @@ class Opening(NamedTuple):
         block: index of the block of steps, or WHOLE.
         has_curve: whether the losses at other loss scales matter, so that their curve is shown.
         words: sentences on the marked and shown tensors; "" without any.
+        until: the last step in trouble, of a run that skipped all steps that were not finite; None if that is not known.
     """
 
     format: str
@@ -70,6 +71,7 @@ class Opening(NamedTuple):
     block: int = WHOLE
     has_curve: bool = True
     words: str = ""
+    until: int | None = None
 
 
 def blocks_of(session: Session, event: Event | None, limit: int) -> tuple[Window, ...]:
@@ -110,7 +112,15 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
         words = f"{words} {_shown(event, block, blocks)}".lstrip()
         if block != WHOLE and not is_other:
             scale = _scale_at(report.session, blocks[block].last_step, scale)
-    return Opening(format, scale, found, block, has_curve, words)
+    return Opening(format, scale, found, block, has_curve, words, _last_skipped(event, report))
+
+
+def _last_skipped(event: Event | None, report: RangeReport) -> int | None:
+    """Return the last step with an event if the run skipped each from this event on; None if a later step may be in trouble."""
+    steps = {each.step: each.skipped for each in report.events if event is not None and each.step >= event.step}
+    # The recording may have left out further ones.
+    is_whole = report.session.progress.skipped_steps <= len({each.step for each in report.events if each.skipped})
+    return max(steps) if steps and all(steps.values()) and is_whole else None
 
 
 def _format(report: RangeReport, event: Event | None) -> tuple[str, bool]:
@@ -172,7 +182,7 @@ def _culprit(
     if finding is None:
         return _NOBODY
     said = f"{finding.id}{filled(', first seen in step {:,}', finding.step)}"
-    otherwise = line_of(finding) or "no single layer"
+    otherwise = line_of(finding) or part_of(finding) or "no single layer"
     return _in_module(finding.layer, otherwise, said, finding.step, layers, watched, shows_in_ranges(finding))
 
 

@@ -109,6 +109,10 @@ export class Painter {
       context.globalAlpha = 1;
     }
     this.limits(context, height);
+    if (h && h.zeros && !nonzero(h) && !(h.infs + h.nans)) {
+      Object.assign(context, { fillStyle: this.colour("soft"), font: "13px system-ui, sans-serif", textBaseline: "middle" });
+      context.fillText("only zeros", 8, height / 2);
+    }
     if (h && h.infs + h.nans) this.marks(context, h, height, this.view.toneOf(layer).replace("dim", "soft"));
   }
 

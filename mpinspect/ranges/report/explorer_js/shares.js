@@ -25,7 +25,7 @@ export class Shares {
     const { format, scale } = view.suggested;
     this.words = element("output", {});
     this.recommended = element("button", { type: "button", title: "the scale that suits these gradients best" });
-    this.controls = element("span", { className: "scale" }, element("span", {}, "Loss scale "), this.words, ...(format ? [this.recommended] : []));
+    this.controls = element("span", { className: "scale" }, element("span", {}, "Shown at loss scale "), this.words, ...(format ? [this.recommended] : []));
     this.fold = element("button", { type: "button", title: "the share lost at each loss scale" });
     this.fold.addEventListener("click", () => change({ hasCurve: !this.hasCurve }));
     this.picture = element("div", { className: "drag" });
@@ -108,7 +108,7 @@ export class Shares {
     }
     if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, "no finite value was counted")])];
     const [lost, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
-    const finite = this.view.ofKind.some((/** @type {any} */ layer) => this.view.counted(layer)?.infs) ? " in finite values" : "";
+    const finite = this.view.ofKind.some((/** @type {any} */ layer) => this.view.counted(layer)?.infs) ? " (finite)" : "";
     return [element("b", {}, `at ${power(scale)}`), this.fold, element("span", {}, `${lost} flushed${this.hasCurve ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow${finite}`)];
   }
 

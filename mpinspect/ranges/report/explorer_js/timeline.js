@@ -114,12 +114,13 @@ export class Timeline {
     return scales.filter((/** @type {any} */ [, value], /** @type {number} */ place) => place && value !== null && value < (scales[place - 1][1] ?? -Infinity) - ROUNDING);
   }
 
-  /** Shades the steps from that on in which the trouble began, and says what began. @param {any} drawn */
+  /** Shades the steps from that on in which the trouble began, to its end if that is known, and says what began. @param {any} drawn */
   since({ picture, x, right, bottom }) {
-    const { step, said } = this.view.data.opening;
+    const { step, until, said } = this.view.data.opening;
     if (step === null) return;
+    const end = until === null ? right : Math.min(x(until + 1), right);
     const isLeft = x(step) < (right + LEFT) / 2;
-    picture.append(svg("rect", { x: x(step), width: right - x(step), y: TOP, height: bottom - TOP, class: "since" }),
+    picture.append(svg("rect", { x: x(step), width: Math.max(end - x(step), 0), y: TOP, height: bottom - TOP, class: "since" }),
       svg("line", { x1: x(step), x2: x(step), y1: TOP, y2: bottom, class: "since" }));
     const room = isLeft ? right - x(step) : x(step) - LEFT;
     if (said.length * LETTER < room) picture.append(svg("text", { x: x(step) + (isLeft ? 6 : -6), y: bottom - 5, "text-anchor": isLeft ? "start" : "end", class: "since" }, said));
@@ -133,7 +134,8 @@ export class Timeline {
     const [least, most] = values.length ? [Math.floor(Math.min(...values)), Math.ceil(Math.max(...values))] : [0, 0];
     const drawn = chart(wide, high, `${known.length ? "The loss scale" : "The largest magnitude"} over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps. ${data.opening.said}`.trim(),
       across, { ends: [least - 1, most + 1], ticks: values.length ? [...new Set([least, most])] : [], words: power });
-    const { picture, x, y, bottom } = drawn;
+    const { picture, x, y, right, bottom } = drawn;
+    if (!values.length) picture.append(svg("text", { x: (LEFT + right) / 2, y: (TOP + bottom) / 2, "text-anchor": "middle" }, "no finite non-zero value was counted"));
     this.shade(drawn, bottom);
     this.since(drawn);
     const cross = (/** @type {number} */ at) => `M${at - 4} ${TOP - 2}l8 8m0 -8l-8 8`;
