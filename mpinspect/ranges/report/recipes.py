@@ -281,7 +281,7 @@ def _on_tokens(report: RecipeReport, recipe: TrainingRecipe) -> str:
     if report.pads(recipe):
         return f"It pads wgrad's {_either(uneven.values())} tokens in these batches to multiples of {recipe.token_multiple}. "
     if uneven:
-        return "With these batches its first backward raises an error: pad them, or drop the last (DataLoader(drop_last=True)). "
+        return f"Its first backward raises an error until batches are padded to multiples of {recipe.token_multiple} tokens. "
     kept = {*report.kept_wide(recipe), *report.not_linear}
     counts = {tokens for module, tokens in report.tokens.items() if tokens and module not in kept}
     return filled("Its kernels take these batches (wgrad sums over {} tokens). ", _either(counts))
@@ -295,11 +295,12 @@ def _of_experts(report: RecipeReport) -> Iterator[Block]:
     apart = next((function for function in report.functions.values() if not is_grouped(function)), None)
     if apart is not None:
         yield Line(
-            f"{start}. These batches multiplied them by {apart or 'an unknown function'}, and torchao's code for experts changes "
+            f"{start}, multiplied by torch's {apart or 'unknown function'} in these batches. torchao's code for experts changes "
             "torch._grouped_mm alone. In transformers, model.set_experts_implementation('grouped_mm') selects it; then run this "
             "report again."
         )
         return
+    start += ", multiplied by torch._grouped_mm in these batches"
     recipe = next((each for each in report.recipes if report.expert_code(each)), None)
     tokens = max((report.uneven_experts(each) for each in report.recipes if each.name == "fp8-rowwise"), default=0)
     if tokens:
@@ -310,7 +311,7 @@ def _of_experts(report: RecipeReport) -> Iterator[Block]:
     pads = "padded, " if report.uneven_experts(recipe) else ""
     needs = {"fp8-rowwise": "9.0 or 10.0"}.get(recipe.name, recipe.compute_capability)
     yield Line(
-        f"{start}. Run before the optimizer is made, this computes their torch._grouped_mm in {recipe.title} ({pads}cc {needs}):"
+        f"{start}. Run before the optimizer is made, this computes that product in {recipe.title} ({pads}cc {needs}):"
     )
     yield Code("\n".join(report.expert_code(recipe)))
 
