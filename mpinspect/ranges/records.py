@@ -312,7 +312,8 @@ class MissingGradients(Record, kind="missing"):
 class Saturated(Record, kind="saturated"):
     """A function near the loss whose results all lie where its gradient is exactly zero. ``text``: the dtype.
 
-    Its name in words is the one of ``names``. ``elements``: the number of results.
+    ``name``: the module that returns its results, if one does. Its name in words is the one of ``names``. ``elements``: the
+    number of results.
     """
 
     elements: float

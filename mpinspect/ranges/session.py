@@ -335,7 +335,7 @@ class Measurement:
     names: tuple[str, ...] = ()
     text: str = ""
     rank: Count | None = None
-    sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    sources: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import io
 import pkgutil
+import textwrap
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -60,3 +63,43 @@ def test_a_sentence_prints_its_figures_in_words():
 def test_a_figure_that_is_missing_is_named():
     with pytest.raises(KeyError, match="share"):
         text(Example.ALL, {})
+
+
+#: Columns of a page's panel of code.
+WIDEST = 44
+
+
+class Name:
+    """Stands for any figure of code: a short name, or a device type in quotes."""
+
+    def __init__(self, shown: str) -> None:
+        self.shown = shown
+
+    def __format__(self, spec: str) -> str:
+        return self.shown
+
+
+class Names(dict[str, Name]):
+    def __missing__(self, name: str) -> Name:
+        return Name({"device_type": '"cuda"', "expression": "f(x)", "indented": "f(x)"}.get(name, "x16"))
+
+
+CODE = {
+    f"{words.__module__.rpartition('.')[2]}.{words.__name__}.{each.name}": text(each, Names())
+    for words in sorted(written(), key=lambda words: (words.__module__, words.__name__))
+    for each in words
+    if not each.value.endswith((".", "}"))
+}
+
+
+@pytest.mark.parametrize("code", CODE.values(), ids=CODE)
+def test_code_is_python_in_short_lines_with_comments_above(code):
+    compile(f"for x in y:\n    pass\n{textwrap.indent(code, '    ')}", "fix", "exec")
+    assert [line for line in code.splitlines() if len(line) > WIDEST] == []
+    tokens = list(tokenize.generate_tokens(io.StringIO(code).readline))
+    comments = [token for token in tokens if token.type == tokenize.COMMENT]
+    assert [each.string for each in comments if each.line.strip() != each.string] == []
+
+
+def test_all_code_is_checked():
+    assert len(CODE) > 90

@@ -7,6 +7,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
+from textwrap import indent
 
 import pytest
 import torch
@@ -1398,7 +1399,7 @@ def test_each_fault_is_reported_with_its_module_and_step(id, module, step, loop)
     assert finding.layer.startswith(module)
     assert step is None or finding.step == step
     assert report.verdict.healthy is False
-    compile(finding.code, "fix", "exec")
+    compile(f"for batch, target in loader:\n    pass\n{indent(finding.code, '    ')}", "fix", "exec")
 
 
 @pytest.mark.parametrize(("id", "module", "step", "loop"), CASES, ids=ids)
@@ -1873,7 +1874,7 @@ def test_a_single_weight_stored_in_16_bits_is_named():
     report = train(model, torch.optim.SGD(model.parameters(), lr=1e-3), autocast=torch.bfloat16)
     (said,) = named(report, "updates-lost")
     assert said.message == "'2.bias' is stored in BF16, and rounding loses 100% of its updates."
-    assert said.code == "model.float()  # before the optimizer is made"
+    assert said.code == "# before the optimizer is made\nmodel.float()"
 
 
 def test_a_shared_scaler_whose_scale_settled_early_is_an_info_finding():

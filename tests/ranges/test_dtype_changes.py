@@ -52,7 +52,7 @@ def test_a_live_model_that_is_converted_is_named_with_its_step(step):
     assert f"between steps {step - 1} and {step} converted" in finding.message
     assert "below 2^-9 of its weight" in finding.message
     assert finding.evidence["count"] == finding.evidence["of"] == 4
-    assert "copy.deepcopy(model).to(torch.bfloat16)" in finding.code
+    assert finding.code.endswith("exported = copy.deepcopy(model)\nexported.to(torch.bfloat16)")
     assert "model-converted" in [each.id for each in report.findings if each.severity != "info"][:1]
 
 

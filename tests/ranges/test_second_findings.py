@@ -437,7 +437,7 @@ def test_gradients_divided_after_each_backward_are_named_beside_the_measured_fac
             'get_buffer("sampler.tau")',
         ),
         ("mul", "", "such as a schedule or a decaying average", "value.float()"),
-        ("add_", "calls", "additions in BF16 leave 100% of the buffer 'calls'", 'register_buffer("calls"'),
+        ("add_", "calls", "additions in BF16 leave 100% of the buffer 'calls'", 'register_buffer(\n    "calls"'),
         ("lerp_", "", "such as a moving average", "weight.detach().float()"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from textwrap import indent
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ def found(id, *measurements, layers=None, progress=None, **others):
 
 def event(step, phase="backward", **others):
     fields = {"loss_scale": 1.0, "skipped": False, "forward_finite": phase == "backward", "gradients_finite": False}
-    return Event(step, 0, phase, "fc", "activation", "fc", "nan", **{**fields, **others})
+    fields |= others
+    return Event(step, 0, phase, "fc", fields.pop("what", "activation"), "fc", "nan", **fields)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +373,44 @@ def test_a_larger_loss_scale_is_suggested_for_zeros_at_a_small_one(log2_scale):
         return
     is_far = raised >= 256 * 2.0**log2_scale
     assert finding.fix.startswith(f"Raise the loss scale to {raised:.0f}") is is_far
-    assert (finding.code == f"scaler = torch.amp.GradScaler(device_type, init_scale={raised:.0f})") is is_far
+    assert (f"device_type, init_scale={raised:.0f}\n" in finding.code) is is_far
+
+
+BATCH = Measurement("examined-batch", "", 4, {"elements": 16.0, "rows": 1.0, "of_rows": 64.0}, ("0",))
+
+
+@pytest.mark.parametrize(
+    ("events", "watched", "words"),
+    [
+        ([(4, True)], None, "The model's input was finite in all other steps."),
+        ([(4, True), (5, True), (9, True)], None, "The model's input was not finite in 2 further steps, too."),
+        ([(4, True), (9, True)], 10, "The model's input was not finite in 1 further step, too."),
+        # The weights may be broken, and hide the input.
+        ([(4, True), (5, False)], None, "neither the model nor the precision made them."),
+        ([(4, True)], 10, "neither the model nor the precision made them."),
+    ],
+)
+def test_further_steps_with_a_batch_that_is_not_finite_are_counted(events, watched, words):
+    events = tuple(event(step, "forward", given=given, skipped=True) for step, given in events)
+    progress = Progress(STEPS, STEPS, 0, STEPS, True, watched_steps=watched)
+    assert found("batch-not-finite", BATCH, events=events, progress=progress).message.endswith(words)
+
+
+def test_the_code_leaves_out_the_samples_that_are_not_finite():
+    code = found("batch-not-finite", BATCH, events=(event(4, "forward", given=True),)).code
+    loop = f"for batch, target in loader:\n{indent(code, '    ')}\n    seen.append((batch, target))"
+    one = torch.arange(12.0).reshape(4, 3)
+    one[1, 2] = math.nan
+    names = {"torch": torch, "seen": [], "loader": [(one, torch.arange(4)), (one * math.nan, torch.arange(4))]}
+    exec(loop, names)
+    ((batch, target),) = names["seen"]
+    assert torch.equal(batch, torch.arange(12.0).reshape(4, 3)[[0, 2, 3]])
+    assert target.tolist() == [0, 2, 3]
+    targets = Measurement("examined-target", "", 4, {"elements": 1.0, "rows": 1.0, "of_rows": 4.0}, ("1",))
+    code = found("batch-not-finite", targets, events=(event(4, "forward", what="loss", given=False),)).code
+    names |= {"seen": [], "loader": [(torch.ones(4, 3), torch.tensor([1.0, math.inf, 2.0, 3.0]))]}
+    exec(f"for batch, target in loader:\n{indent(code, '    ')}\n    seen.append((batch, target))", names)
+    assert names["seen"][0][1].tolist() == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(("broken", "has_code"), [(3, True), (9, True), (10, False), (20, False)])

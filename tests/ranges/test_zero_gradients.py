@@ -56,19 +56,32 @@ def saturating(function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dt
     [
         (torch.sigmoid, "sigmoid", "BCEWithLogitsLoss"),
         (torch.tanh, "tanh", "x.float()"),
-        (lambda x: x.softmax(-1), "softmax", "cross_entropy"),
+        (lambda x: x.softmax(-1), "softmax", "CrossEntropyLoss"),
     ],
     ids=["sigmoid", "tanh", "softmax"],
 )
 def test_a_saturated_function_before_the_loss_is_named(function, name, code, dtype):
     report = train(mlp(), saturating(function, dtype))
     (finding,) = named(report)
-    assert (finding.severity, finding.layer) == ("error", "0.weight")
+    assert (finding.severity, finding.layer) == ("error", "")
     assert (finding.evidence["parameters"], finding.evidence["steps"]) == (4, 12)
     assert (finding.evidence["function"], finding.evidence["elements"]) == (name, 64)
     assert f"results of a {name} in " in finding.message
     assert code in finding.code
     assert report.verdict.healthy is False
+
+
+def test_the_module_of_a_saturated_function_is_named():
+    def loss_of(model, x):
+        return nn.functional.binary_cross_entropy(model(x), torch.zeros(16, 4))
+
+    model = mlp(nn.Sequential(nn.Sigmoid()))
+    with torch.no_grad():
+        model[2].bias.fill_(40.0)
+    report = train(model, loss_of)
+    (finding,) = named(report)
+    assert finding.layer == "3.0"
+    assert "results of a sigmoid in '3.0' in FP32 were exactly 0 or 1" in finding.message
 
 
 def test_the_argument_from_which_a_sigmoid_rounds_to_1_is_that_of_bf16():

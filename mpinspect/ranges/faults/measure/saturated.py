@@ -9,8 +9,9 @@ import torch
 
 from mpinspect.ranges.capture.graph import operator_of, walk
 from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.observations import Call
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
 from mpinspect.ranges.faults.measure.singularities import is_packed
 from mpinspect.ranges.records import Saturated
 
@@ -33,6 +34,23 @@ _FUNCTIONS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 class SaturatedFunctions(Measuring):
     """Reads, in measured steps, the saved results of a loss's last functions before the backward; never waits for a device."""
 
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        #: By the sequence number of a function's node: the innermost module that returned its result.
+        self._modules: dict[int, str] = {}
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Activate this observer in measured steps."""
+        super().begin_step(sampled, watched)
+        self._modules.clear()
+
+    def called(self, call: Call) -> None:
+        """Remember the module of a function's result."""
+        nodes = [output.grad_fn for output in call.outputs if output.grad_fn is not None]
+        for node in nodes:
+            if operator_of(node) in _FUNCTIONS:
+                self._modules.setdefault(node._sequence_nr(), call.layer.path)
+
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Send whether all results of a function are saturated to the host."""
@@ -44,7 +62,11 @@ class SaturatedFunctions(Measuring):
             if is_plain(result) and result.numel():
                 sent = Sent.of([(name, is_saturated(result).all())])
                 found = Saturated(
-                    step=self._clock.step, names=(name,), text=dtype_name(result.dtype), elements=result.numel()
+                    name=self._modules.get(node._sequence_nr(), ""),
+                    step=self._clock.step,
+                    names=(name,),
+                    text=dtype_name(result.dtype),
+                    elements=result.numel(),
                 )
                 self._arrivals.call(sent.copies, partial(self._judge, sent, found))
 

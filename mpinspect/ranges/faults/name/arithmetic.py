@@ -39,8 +39,9 @@ class _Running(Sentences):
         "computes them again."
     )
     KEEP_ALL_IN_FP32 = "Keep the statistics of all normalisations in FP32, or take a larger momentum."
-    TO_FP32 = "model.get_submodule({path}).float()"
-    RESET = "model.get_submodule({path}).reset_running_stats()  # then train on, or run batches in train()"
+    NORM = "norm = model.get_submodule({path})"
+    TO_FP32 = "norm.float()"
+    RESET = "norm.reset_running_stats()\n# then train on, or run batches in train()"
     ALL_TO_FP32 = "for name in [{paths}]:\n    model.get_submodule(name).float()"
 
 
@@ -87,7 +88,7 @@ def _not_finite(broken: Sequence[Statistics], case: Case) -> Found:
             "them": by_number(number, "it", "them"),
         },
         (_repair(dtype, origin), _Running.COMPUTE_AGAIN),
-        (_Running.TO_FP32.when(dtype != "float32"), _Running.RESET),
+        (_Running.NORM, _Running.TO_FP32.when(dtype != "float32"), _Running.RESET),
         layer=module,
         is_grave=True,
         step=first.step,
@@ -135,8 +136,11 @@ class _Norm(Sentences):
     TOTAL_IN_FP32 = "Compute this single divisor, a sum, a count or a norm, in FP32."
     WIDE_TOTAL = "total = terms.float().sum()"
     WIDE = (
-        "wide = x.float()  # before it is squared\n"
-        "x = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)"
+        "# FP32 before it is squared\n"
+        "wide = x.float()\n"
+        "mean = wide.square().mean(-1, keepdim=True)\n"
+        "wide = wide * torch.rsqrt(mean + eps)\n"
+        "x = wide.to(x.dtype)"
     )
 
 
@@ -204,11 +208,13 @@ class _Whole(Sentences):
     SUMS = "Add up in integers."
     INDICES = "Keep positions, indices and counts as integers, or in FP32."
     WIDE_ANGLES = (
-        "angles = positions.float()[:, None] * inv_freq.float()\n"
-        "cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)"
+        "positions = positions.float()[:, None]\n"
+        "angles = positions * inv_freq.float()\n"
+        "cos = angles.cos().to(dtype)\n"
+        "sin = angles.sin().to(dtype)"
     )
     INTEGER_SUMS = "slots = torch.cumsum(mask.long(), dim=0) - 1"
-    INTEGER_INDICES = "indices = torch.arange(n, device=x.device)  # not in the dtype of x"
+    INTEGER_INDICES = "# not in the dtype of x\nindices = torch.arange(n, device=x.device)"
 
 
 def _positions_collapse(case: Case) -> Iterator[Found]:

@@ -49,7 +49,7 @@ class _Elsewhere(Sentences):
         "in the dtypes of the weights."
     )
     DEVICE_OF_TENSORS = "Give autocast, and the GradScaler, the device of the tensors."
-    REGION = "with torch.autocast({device_type}, dtype=torch.bfloat16):\n    loss = loss_fn(model(x), target)"
+    REGION = "with torch.autocast({device_type}, torch.bfloat16):\n    loss = loss_fn(model(x), target)"
 
 
 def _autocast_elsewhere(case: Case) -> Iterator[Found]:

@@ -91,16 +91,19 @@ class FP32Weights(Sentences):
     """The code of FP32 weights whose products autocast computes in 16 bits."""
 
     IN_BF16 = (
-        "model.float()  # FP32 weights, and with them the optimizer's states\n"
-        "with torch.autocast({device_type}, dtype=torch.bfloat16):\n"
+        "# before the optimizer is made\n"
+        "model.float()\n"
+        "with torch.autocast({device_type}, torch.bfloat16):\n"
         "    output = model(x)\n"
         "loss = loss_fn(output.float(), target)"
     )
     IN_FP16 = (
-        "model.float()  # FP32 weights, and with them the optimizer's states\n"
-        "with torch.autocast({device_type}, dtype=torch.float16):\n"
+        "# before the optimizer is made\n"
+        "model.float()\n"
+        "with torch.autocast({device_type}, torch.float16):\n"
         "    output = model(x)\n"
-        "loss = loss_fn(output.float(), target)  # for torch.amp.GradScaler to scale"
+        "# for torch.amp.GradScaler to scale\n"
+        "loss = loss_fn(output.float(), target)"
     )
 
     @classmethod

@@ -112,9 +112,23 @@ class _Batch(Sentences):
     TARGETS = (
         "In step {step} the targets hold infinities or NaNs{places}: neither the model nor the precision made them."
     )
+    ALSO = "The model's input was not finite in {further:count further step}, too."
+    ALONE = "The model's input was finite in all other steps."
     LOOK = "Look at these samples and their preprocessing; leave them out or repair them before they reach the model."
-    CHECK_BATCH = 'assert torch.isfinite(batch).all(), "bad sample"'
-    CHECK_TARGETS = 'assert torch.isfinite(targets).all(), "bad sample"'
+    GOOD_BATCH = (
+        "good = torch.isfinite(batch)\n"
+        "good = good.reshape(len(batch), -1).all(1)\n"
+        "if not good.any():\n"
+        "    continue\n"
+        "batch, target = batch[good], target[good]"
+    )
+    GOOD_TARGETS = (
+        "good = torch.isfinite(target)\n"
+        "good = good.reshape(len(target), -1).all(1)\n"
+        "if not good.any():\n"
+        "    continue\n"
+        "batch, target = batch[good], target[good]"
+    )
 
 
 def _batch_not_finite(case: Case) -> Iterator[Found]:
@@ -131,18 +145,26 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
         if event is not None and event.rank != measured.rank:
             # Another rank may have made it first and sent it to this one.
             continue
+        further = len({each.step for each in case.events if each.given} - {measured.step})
         yield _examined(
             case,
             measured,
-            [_Batch.TARGETS.when(of_targets) or _Batch.BATCH],
+            [_Batch.TARGETS.when(of_targets) or _Batch.BATCH, None if of_targets else _others(further, case)],
             _Batch.LOOK,
-            _Batch.CHECK_TARGETS.when(of_targets) or _Batch.CHECK_BATCH,
-            {},
+            _Batch.GOOD_TARGETS.when(of_targets) or _Batch.GOOD_BATCH,
+            {"further": further},
             layer="",
             is_mild=event is None,
             is_inferred=isinstance(measured, ExaminedDifference),
         )
         return
+
+
+def _others(further: int, case: Case) -> _Batch | None:
+    """Return the sentence on the other steps, of which so many had such an input; None if some of them are not known."""
+    is_known = case.session.info.watch and case.progress.watched_steps is None
+    is_alone = is_known and len({event.step for event in case.events}) == 1
+    return _Batch.ALSO.when(further) or _Batch.ALONE.when(is_alone)
 
 
 def _is_batch_rounded(case: Case) -> bool:
@@ -168,7 +190,7 @@ class _Mask(Sentences):
         "torch.finfo(scores.dtype).min{in_16_bits}."
     )
     CAUSES = "Possible causes: an empty sample, padding on the wrong side, a mask that is applied twice."
-    UNMASK = "# True: visible. A row without keys gets them all; ignore it in the loss\nmask[~mask.any(-1)] = True"
+    UNMASK = "# True: visible. A row without keys gets\n# them all; ignore it in the loss\nmask[~mask.any(-1)] = True"
 
 
 def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
@@ -205,7 +227,12 @@ class _ZeroRow(Sentences):
         "Bound the divisor from below, in FP32: FP16 rounds an epsilon below 3e-8 to zero, and the gradient of a division by a "
         "slightly larger one overflows."
     )
-    CLAMP = "x = x.float()\nx = x / x.norm(dim=-1, keepdim=True).clamp_min(1e-6)  # or x.abs().amax(-1, keepdim=True)"
+    CLAMP = (
+        "x = x.float()\n"
+        "# or x.abs().amax(-1, keepdim=True)\n"
+        "norm = x.norm(dim=-1, keepdim=True)\n"
+        "x = x / norm.clamp_min(1e-6)"
+    )
 
 
 def _zero_row_normalized(case: Case) -> Iterator[Found]:
@@ -291,7 +318,7 @@ class _ArgumentCode(Sentences):
         'scores = scores.masked_fill(\n    mask, float("-inf")\n)'
     )
     CONSTANT = "assert torch.isfinite(constant).all()"
-    CLASS_WEIGHTS = "# or leave its classes out\nweight = torch.nan_to_num(weight, posinf=0.0)"
+    CLASS_WEIGHTS = "# or leave its classes out\nweight[~weight.isfinite()] = 0.0"
     ROUNDED_DIFFERENCE = (
         "with torch.autocast({device_type}, enabled=False):\n"
         "    a, b = f(x.float()), g(x.float())\n"
@@ -459,9 +486,9 @@ class _Weights(Sentences):
         "Lower the {rate} (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different precision or "
         "loss scale does not help."
     )
-    NEW_OPTIMIZER = "optimizer = torch.optim.{optimizer}(model.parameters(), lr={lower:g})"
+    NEW_OPTIMIZER = "optimizer = torch.optim.{optimizer}(\n    model.parameters(), lr={lower:g}\n)"
     NEW_RATE_OF_GROUP = 'optimizer.param_groups[{group:.0f}]["lr"] = {lower:g}'
-    CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # between backward() and step()"
+    CLIP = "# between backward() and step()\ntorch.nn.utils.clip_grad_norm_(\n    model.parameters(), 1.0\n)"
 
 
 #: Records of operations that make infinities and NaNs whatever the weights are.

@@ -27,7 +27,7 @@ class _Converted(Sentences):
         "Convert a copy of the model, or of its state dict. Continue from a checkpoint of before step {step}: .float() restores "
         "the dtype alone, and the values stay rounded."
     )
-    DEEPCOPY = "exported = copy.deepcopy(model).to(torch.{after})  # the model itself keeps its dtype"
+    DEEPCOPY = "# the model itself keeps its dtype\nexported = copy.deepcopy(model)\nexported.to(torch.{after})"
 
 
 def _model_converted(case: Case) -> Iterator[Found]:
@@ -66,11 +66,17 @@ class _Loaded(Sentences):
     RESTORE = "Put the states back in their own dtypes after the load."
     PUT_BACK = (
         "optimizer.load_state_dict(saved)\n"
-        'weights = [p for group in optimizer.param_groups for p in group["params"]]\n'
-        'for number, states in saved["state"].items():\n'
-        "    p = weights[number]\n"
+        "weights = [\n"
+        "    p\n"
+        "    for group in optimizer.param_groups\n"
+        '    for p in group["params"]\n'
+        "]\n"
+        'for i, states in saved["state"].items():\n'
+        "    own = optimizer.state[weights[i]]\n"
         "    for name in {literal}:\n"
-        "        optimizer.state[p][name] = states[name].to(p.device, copy=True)"
+        "        own[name] = states[name].to(\n"
+        "            weights[i].device, copy=True\n"
+        "        )"
     )
 
 

@@ -51,9 +51,14 @@ class _Never(Sentences):
         "Copy the masters into the weights after each step, and into the weights themselves: .float(), .half() and .to() return "
         "a copy, and a value written to the copy never reaches the weight."
     )
-    SCALER_STEP = "scaler.step(optimizer)  # before the scaler's one update()"
+    SCALER_STEP = "# before the scaler's one update()\nscaler.step(optimizer)"
     OPTIMIZER_STEP = "optimizer.step()"
-    COPY_LOOP = "with torch.no_grad():\n    for weight, master in zip(model.parameters(), masters):\n        weight.copy_(master)"
+    COPY_LOOP = (
+        "weights = model.parameters()\n"
+        "with torch.no_grad():\n"
+        "    for p, master in zip(weights, masters):\n"
+        "        p.copy_(master)"
+    )
 
 
 def _never_updated(case: Case) -> Iterator[Found]:
@@ -98,7 +103,7 @@ class _Stopped(Sentences):
     ZERO_FIRST = (
         "Zero the gradients before each backward, also after a skipped step. See why the first step was skipped."
     )
-    ZERO_THEN_BACKWARD = "optimizer.zero_grad()  # first in the loop, before any continue\nloss.backward()"
+    ZERO_THEN_BACKWARD = "# first in the loop, before any continue\noptimizer.zero_grad()\nloss.backward()"
 
 
 def _steps_stopped(case: Case) -> Iterator[Found]:
@@ -133,8 +138,11 @@ class _Still(Sentences):
     CLOSURE = (
         "def closure():\n"
         "    optimizer.zero_grad()\n"
-        "    with torch.autocast({device_type}, enabled=False):\n"
-        "        loss = loss_fn(model(x.float()), target)\n"
+        "    with torch.autocast(\n"
+        "        {device_type}, enabled=False\n"
+        "    ):\n"
+        "        output = model(x.float())\n"
+        "        loss = loss_fn(output, target)\n"
         "    loss.backward()\n"
         "    return loss"
     )
@@ -190,19 +198,35 @@ class _Clipped(Sentences):
     )
     NORM_IN_FP32 = "Compute norms in FP32 and clip by that."
     CLIP_MASTERS = (
-        "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float() / loss_scale\n"
-        "total = torch.nn.utils.clip_grad_norm_(masters, max_norm)  # FP32\n"
-        "if torch.isfinite(total):\n    optimizer.step()"
+        "for p, master in zip(parameters, masters):\n"
+        "    master.grad = p.grad.float() / scale\n"
+        "# in FP32\n"
+        "total = torch.nn.utils.clip_grad_norm_(\n"
+        "    masters, max_norm\n"
+        ")\n"
+        "if torch.isfinite(total):\n"
+        "    optimizer.step()"
     )
     CLIP_AND_SKIP = (
         "loss.backward()\n"
-        "total = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
-        "if torch.isfinite(total):\n    optimizer.step()"
+        "total = torch.nn.utils.clip_grad_norm_(\n"
+        "    model.parameters(), max_norm\n"
+        ")\n"
+        "if torch.isfinite(total):\n"
+        "    optimizer.step()"
     )
     CLIP_BY_FP32_NORM = (
-        "grads = [p.grad for p in model.parameters() if p.grad is not None]\n"
-        "total = torch.stack([grad.float().norm() for grad in grads]).norm()  # FP32\n"
-        "for grad in grads:\n    grad.mul_((max_norm / total).clamp(max=1))"
+        "grads = [\n"
+        "    p.grad\n"
+        "    for p in model.parameters()\n"
+        "    if p.grad is not None\n"
+        "]\n"
+        "# in FP32\n"
+        "norms = [g.float().norm() for g in grads]\n"
+        "total = torch.stack(norms).norm()\n"
+        "factor = (max_norm / total).clamp(max=1)\n"
+        "for grad in grads:\n"
+        "    grad.mul_(factor)"
     )
 
 
@@ -307,7 +331,7 @@ class _Sum(Sentences):
     ZERO_MASTERS = "Zero the masters' gradients once a step, like the model's."
     ZERO_GRAD = "optimizer.zero_grad()"
     ZERO_GRAD_OF_BOTH = "optimizer.zero_grad()\nmodel.zero_grad()"
-    ZERO_GRAD_OF_MASTERS = "optimizer.zero_grad()  # the masters'\nmodel.zero_grad()"
+    ZERO_GRAD_OF_MASTERS = "# the masters'\noptimizer.zero_grad()\nmodel.zero_grad()"
 
 
 #: Fewest measured steps that must begin with gradients of earlier steps before these count as never zeroed.

@@ -63,7 +63,12 @@ class _Nothing(Sentences):
         "Compare the filter's names with model.named_modules(), and check that the converted model is trained."
     )
     CODE = (
-        "names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]\nprint(names)"
+        "names = [\n"
+        "    name\n"
+        "    for name, each in model.named_modules()\n"
+        "    if isinstance(each, torch.nn.Linear)\n"
+        "]\n"
+        "print(names)"
     )
 
 
@@ -101,7 +106,12 @@ class _Wide(Sentences):
     LEAVE_OUT = "Leave it out of the conversion."
     CODE = (
         "KEEP = {keep}\n"
-        "convert(model, lambda module, name: isinstance(module, torch.nn.Linear) and name not in KEEP)  # as the filter"
+        "def chosen(module, name):\n"
+        "    return name not in KEEP and isinstance(\n"
+        "        module, torch.nn.Linear\n"
+        "    )\n"
+        "# as the filter\n"
+        "convert(model, chosen)"
     )
 
 
@@ -221,7 +231,13 @@ class _Bias(Sentences):
         "them out of the product, so the layers compute without their bias."
     )
     LEAVE_OUT = "Leave layers with a bias out of the conversion, or add the bias in a module of its own."
-    CODE = "filter_fn = lambda module, name: isinstance(module, torch.nn.Linear) and module.bias is None"
+    CODE = (
+        "def filter_fn(module, name):\n"
+        "    is_linear = isinstance(\n"
+        "        module, torch.nn.Linear\n"
+        "    )\n"
+        "    return is_linear and module.bias is None"
+    )
 
 
 def _bias_left_out(case: Case) -> Iterator[Found]:

@@ -38,12 +38,20 @@ class _Replaced(Sentences):
     )
     SCALER_SKIPS = (
         "scaler.scale(loss).backward()\n"
-        "scaler.unscale_(optimizer)  # looks for infinities and NaNs; clip after it\n"
-        "scaler.step(optimizer)  # skips the step if there were any\nscaler.update()"
+        "# finds infinities and NaNs; clip after it\n"
+        "scaler.unscale_(optimizer)\n"
+        "# skips the step if there were any\n"
+        "scaler.step(optimizer)\n"
+        "scaler.update()"
     )
     SKIP = (
         "# in place of the replacement\n"
-        "if all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters()):\n    optimizer.step()"
+        "grads = [p.grad for p in model.parameters()]\n"
+        "if all(\n"
+        "    grad is None or grad.isfinite().all()\n"
+        "    for grad in grads\n"
+        "):\n"
+        "    optimizer.step()"
     )
 
 
@@ -88,9 +96,17 @@ class _Broken(Sentences):
     UNSCALE_AND_CHECK = (
         "scaler.scale(loss).backward()\n"
         "scaler.unscale_(optimizer)\n"
-        "is_finite = all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)\n"
-        "scaler.update()  # lowers the scale after an overflow\n"
-        "if is_finite:\n    perturb(model)  # then the second backward"
+        "grads = [p.grad for p in model.parameters()]\n"
+        "is_finite = all(\n"
+        "    grad.isfinite().all()\n"
+        "    for grad in grads\n"
+        "    if grad is not None\n"
+        ")\n"
+        "# lowers the scale after an overflow\n"
+        "scaler.update()\n"
+        "if is_finite:\n"
+        "    # then the second backward\n"
+        "    perturb(model)"
     )
 
 
@@ -136,7 +152,7 @@ class _Unguarded(Sentences):
         "loss is scaled by a GradScaler, which skips only the steps that it takes itself: unscale_ divides and skips nothing."
     )
     LET_THE_SCALER_STEP = "Replace optimizer.step() by scaler.step(optimizer), which skips the step after an overflow."
-    SCALER_STEPS = "scaler.unscale_(optimizer)  # before clipping\nscaler.step(optimizer)\nscaler.update()"
+    SCALER_STEPS = "# before clipping\nscaler.unscale_(optimizer)\nscaler.step(optimizer)\nscaler.update()"
 
 
 def _step_unguarded(case: Case) -> Iterator[Found]:

@@ -44,7 +44,7 @@ class _Scaler(Sentences):
     """Code that several of these faults share."""
 
     NEW = "scaler = torch.amp.GradScaler({device_type})"
-    BEGINNING_AT = "scaler = torch.amp.GradScaler({device_type}, init_scale=2.0**{log2_start})"
+    BEGINNING_AT = "scaler = torch.amp.GradScaler(\n    {device_type}, init_scale=2.0**{log2_start}\n)"
 
 
 def _skips(case: Case) -> list[Event]:
@@ -220,11 +220,7 @@ class _Anew(Sentences):
         "Make one scaler for the run. Where a job continues from a checkpoint, save and load the scaler's state with it, or "
         "begin at a lower scale."
     )
-    BEFORE_LOOP = (
-        "scaler = torch.amp.GradScaler({device_type})\n"
-        "for batch in loader:\n"
-        "    train_step(model, optimizer, scaler, batch)"
-    )
+    BEFORE_LOOP = "scaler = torch.amp.GradScaler({device_type})\nfor batch in loader:\n    train_step(batch, scaler)"
     SAVE_AND_LOAD = 'checkpoint["scaler"] = scaler.state_dict()\nscaler.load_state_dict(checkpoint["scaler"])'
 
 
@@ -444,7 +440,7 @@ class _Shared(Sentences):
     )
     NOTHING_LOST = "This did no harm{so_far}: {lowest:scale}, the lowest, still serves it."
     ONE_EACH = "Give each network (each loss with an optimizer of its own) a scaler of its own."
-    OF_ITS_OWN = "scaler = torch.amp.GradScaler({device_type})  # one that scales this network's loss alone"
+    OF_ITS_OWN = "# one that scales this network's loss alone\nscaler = torch.amp.GradScaler({device_type})"
 
 
 def _scaler_shared(case: Case) -> Iterator[Found]:
@@ -715,11 +711,13 @@ class _Missing(Sentences):
         "--loss-scale)."
     )
     FOR_SCALER = "Keep FP32 weights: GradScaler refuses FP16 gradients."
-    AUTOCAST_BF16 = "with torch.autocast({device_type}, dtype=torch.bfloat16):\n    loss = ..."
+    AUTOCAST_BF16 = "with torch.autocast({device_type}, torch.bfloat16):\n    loss = loss_fn(model(x), target)"
     FOR_DEVICE = "Make the scaler for the device of the model{room}."
     ENABLE = "Make the scaler with enabled=True{room}."
-    ENABLED = "scaler = torch.amp.GradScaler({device_type}, enabled=True)"
-    ENABLED_AT = "scaler = torch.amp.GradScaler({device_type}, init_scale=2.0**{log2_start}, enabled=True)"
+    ENABLED = "scaler = torch.amp.GradScaler(\n    {device_type}, enabled=True\n)"
+    ENABLED_AT = (
+        "scaler = torch.amp.GradScaler(\n    {device_type},\n    init_scale=2.0**{log2_start},\n    enabled=True,\n)"
+    )
     SCALED_STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
 
 

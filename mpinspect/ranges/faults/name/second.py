@@ -216,7 +216,9 @@ class _Born(Sentences):
         "The value is FP32's largest, as masks often use it: take the largest of the scores' own dtype, so that a fully masked "
         "row stays finite."
     )
-    FINFO = "mask = torch.zeros(shape, dtype=scores.dtype).masked_fill(~allowed, torch.finfo(scores.dtype).min)"
+    FINFO = (
+        "low = torch.finfo(scores.dtype).min\nmask = scores.new_zeros(shape)\nmask = mask.masked_fill(~allowed, low)"
+    )
 
 
 _SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "linalg_vector_norm", "norm")
@@ -453,7 +455,7 @@ class _Absorbed(Sentences):
     SUM_IN_FP32 = "Keep the running sum in FP32, and add FP32 terms to it."
     ZERO_IN_FP32 = "total = torch.zeros((), dtype=torch.float32)"
     STREAM_IN_FP32 = "Keep the larger operand, such as a residual stream or a running sum, in FP32, and add in FP32."
-    CAST = "x = x.float()  # once, before the blocks\nx = x + block(x.to(torch.bfloat16)).float()"
+    CAST = "# once, before the blocks\nx = x.float()\n# in each block\nx = x + block(x.to(torch.{dtype})).float()"
 
 
 def _addition_changes_nothing(case: Case) -> Iterator[Found]:
@@ -497,7 +499,7 @@ class _Kept(Sentences):
         "Keep this state in FP32. Optimizer.load_state_dict casts states to the dtype of their parameter: cast them back after "
         "loading."
     )
-    STATE = 'state["{buffer}"] = torch.zeros_like(parameter, dtype=torch.float32)'
+    STATE = 'state["{buffer}"] = torch.zeros_like(\n    parameter, dtype=torch.float32\n)'
     BUFFER_IN_FP32 = "Keep this buffer in FP32, and add FP32 terms to it."
     BUFFER_SCALED_IN_FP32 = (
         "Keep this buffer in FP32, or compute it from the step's number. A cast of the model casts its buffers too."
@@ -505,13 +507,17 @@ class _Kept(Sentences):
     IN_FP32 = "Keep this tensor in FP32, and add FP32 terms to it."
     SCALED_IN_FP32 = "Keep this tensor in FP32, or a schedule's number as a Python float."
     WEIGHT_IN_FP32 = "Keep this weight in FP32, change it there, and cast it where it is used."
-    MASTER = "master = weight.detach().float()  # once\nmaster.add_(update)\nweight.copy_(master)"
+    MASTER = "# once\nmaster = weight.detach().float()\n# in each step\nmaster.add_(update)\nweight.copy_(master)"
     NUMBER = "Keep this sum in FP32 or as a Python number; a counter is best an integer."
-    REGISTER = 'self.register_buffer("{name}", torch.zeros(shape, dtype=torch.float32))'
-    UNCAST = "buffer = model.get_buffer({path})\nbuffer.data = buffer.data.float()  # after model.to(dtype)"
-    FLOAT = "value = value.float()  # once; or a number, as value = start * rate**step"
+    REGISTER = 'self.register_buffer(\n    "{name}",\n    torch.zeros(shape, dtype=torch.float32),\n)'
+    UNCAST = "# after model.to(dtype)\nbuffer = model.get_buffer({path})\nbuffer.data = buffer.data.float()"
+    FLOAT = "# once; or a Python number, such as\n# value = start * rate**step\nvalue = value.float()"
     CAST = (
-        "average = weight.detach().float().clone()\naverage.mul_(decay).add_(weight.detach().float(), alpha=1 - decay)"
+        "# once\n"
+        "average = weight.detach().float().clone()\n"
+        "# in each step\n"
+        "new = weight.detach().float()\n"
+        "average.lerp_(new, 1 - decay)"
     )
     ITEM = "total += loss.item()"
 
@@ -606,7 +612,7 @@ class _One(Sentences):
         "computed from this difference is lost."
     )
     PYTHON = "Keep decay factors, and their powers, as Python numbers or in FP32."
-    CORRECTION = "correction = 1 - beta2**step  # Python numbers"
+    CORRECTION = "# Python numbers\ncorrection = 1 - beta2**step"
 
 
 def _constant_is_one(case: Case) -> Iterator[Found]:
@@ -707,7 +713,7 @@ class _Integers(Sentences):
         "changed {changed:.0f} of the {of:.0f}: {exact:.0f} became {given:.0f}."
     )
     APART = "Keep ids, indices and counts in an integer tensor of their own, apart from the values that are cast to 16 bits."
-    CAST_THE_REST = "ids, features = batch[:, 0].long(), batch[:, 1:].to(torch.bfloat16)  # from the FP32 batch"
+    CAST_THE_REST = "# from the FP32 batch\nids = batch[:, 0].long()\nfeatures = batch[:, 1:].to(torch.{dtype})"
 
 
 def _integers_rounded(case: Case) -> Iterator[Found]:
@@ -745,7 +751,7 @@ class _Choices(Sentences):
     )
     TABLE_IN_FP32 = "Compute and keep the table in FP32. A cast of the model casts its buffers too."
     POSITION = "position = x.float() * scale\nlow = position.floor().long()"
-    CUMSUM = "table = probabilities.float().cumsum(0)  # or torch.multinomial of FP32 probabilities"
+    CUMSUM = "# or torch.multinomial\ntable = probabilities.float().cumsum(0)"
 
 
 #: In words, the operators that make integers.

@@ -57,7 +57,7 @@ class _Updates(Sentences):
     FP32_WEIGHTS_OR_MASTERS = (
         "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights."
     )
-    TO_FP32 = "model.float()  # before the optimizer is made"
+    TO_FP32 = "# before the optimizer is made\nmodel.float()"
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class _Moments(Sentences):
         "Let {optimizer} keep {state} in FP32: the weights that it steps are in FP32 already, so the optimizer itself, or an "
         "option of it, sets the dtype of its states."
     )
-    STATE = 'state["{state}"] = torch.zeros_like(parameter, dtype=torch.float32)'
+    STATE = 'state["{state}"] = torch.zeros_like(\n    parameter, dtype=torch.float32\n)'
 
 
 def moments_cannot_decay(case: Case) -> Iterator[Found]:
@@ -363,7 +363,7 @@ class _Masters(Sentences):
         "loses the updates that are smaller."
     )
     FP32_COPY = "Keep copies of weights that are written back (a stash, a checkpoint, a broadcast) in FP32."
-    STASH = "stash = [parameter.detach().clone() for parameter in model.parameters()]"
+    STASH = "stash = [\n    p.detach().clone()\n    for p in model.parameters()\n]"
     ONE_WAY = (
         "Copy only from the masters to the weights, and save and load the masters with a checkpoint: they are the weights of "
         "the training."
@@ -376,10 +376,13 @@ class _Masters(Sentences):
         "Make the masters, and the optimizer, after the weights are loaded; or set the masters to them."
     )
     SET_TO_WEIGHTS = (
-        "model.load_state_dict(state)\nwith torch.no_grad():\n"
-        "    for weight, master in zip(model.parameters(), masters):\n        master.copy_(weight)"
+        "model.load_state_dict(state)\n"
+        "weights = model.parameters()\n"
+        "with torch.no_grad():\n"
+        "    for p, master in zip(weights, masters):\n"
+        "        master.copy_(p)"
     )
-    SAVE = 'checkpoint["masters"] = [master.detach() for master in masters]'
+    SAVE = 'checkpoint["masters"] = [\n    master.detach() for master in masters\n]'
 
 
 def _masters_overwritten(case: Case) -> Iterator[Found]:

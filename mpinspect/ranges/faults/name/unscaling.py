@@ -67,19 +67,26 @@ class _Unscale(Sentences):
     AFTER_LAST_BACKWARD = "Unscale, clip and read gradients after the last micro-batch's backward."
     CLIP_NORM = (
         "scaler.unscale_(optimizer)\n"
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)\n"
+        "torch.nn.utils.clip_grad_norm_(\n"
+        "    model.parameters(), max_norm\n"
+        ")\n"
         "scaler.step(optimizer)"
     )
     CLIP_ALL = (
-        "for each in (optimizer, other_optimizer):\n    scaler.unscale_(each)\n"
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+        "for each in (optimizer, other_optimizer):\n"
+        "    scaler.unscale_(each)\n"
+        "torch.nn.utils.clip_grad_norm_(\n"
+        "    model.parameters(), max_norm\n"
+        ")"
     )
     CLIP_VALUE = (
         "scaler.unscale_(optimizer)\n"
-        "torch.nn.utils.clip_grad_value_(model.parameters(), clip_value)\n"
+        "torch.nn.utils.clip_grad_value_(\n"
+        "    model.parameters(), clip_value\n"
+        ")\n"
         "scaler.step(optimizer)"
     )
-    SCALER_STEP = "scaler.step(optimizer)  # instead of optimizer.step()\nscaler.update()"
+    SCALER_STEP = "# instead of optimizer.step()\nscaler.step(optimizer)\nscaler.update()"
 
 
 def _unscale_missing(case: Case) -> Iterator[Found]:
@@ -166,7 +173,13 @@ class _TooOften(Sentences):
     DIVIDE_NOTHING = "Let the scaler divide, and do not divide by hand."
     ONCE = "Unscale, clip, step and update once, after the last micro-batch."
     SCALE_EACH = "Scale each loss."
-    CLIP = "scaler.unscale_(optimizer)\ntorch.nn.utils.clip_grad_norm_(parameters, max_norm)\nscaler.step(optimizer)"
+    CLIP = (
+        "scaler.unscale_(optimizer)\n"
+        "torch.nn.utils.clip_grad_norm_(\n"
+        "    parameters, max_norm\n"
+        ")\n"
+        "scaler.step(optimizer)"
+    )
     AFTER_LAST = (
         "if is_last_micro_batch:\n    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\n    scaler.update()"
     )
@@ -251,7 +264,8 @@ class _OtherScale(Sentences):
         "for p in parameters:\n"
         "    p.grad.div_(scale)\n"
         "optimizer.step()\n"
-        "scale = next_scale(scale)  # last"
+        "# last\n"
+        "scale = next_scale(scale)"
     )
 
 
@@ -310,7 +324,7 @@ class _InHalf(Sentences):
         "non-zero elements become zero there. In the backward the loss scale had kept them."
     )
     FP32_FIRST = "Convert the gradients to FP32 first, and divide them there."
-    CONVERT = "master.grad = p.grad.float() / scale  # in place of p.grad.div_(scale)"
+    CONVERT = "# in place of p.grad.div_(scale)\nmaster.grad = p.grad.float() / scale"
 
 
 def _divided_in_float16(case: Case) -> Iterator[Found]:
@@ -344,7 +358,9 @@ class _Asked(Sentences):
     MULTIPLY = "Multiply the output by the loss scale before torch.autograd.grad, and divide its result in FP32."
     BY_THE_SCALE = (
         "scale = scaler.get_scale()\n"
-        "(scaled,) = torch.autograd.grad(output * scale, inputs)\n"
+        "(scaled,) = torch.autograd.grad(\n"
+        "    output * scale, inputs\n"
+        ")\n"
         "gradient = scaled.float() / scale"
     )
 
@@ -417,16 +433,22 @@ class _Mixed(Sentences):
     ONCE = "Scale each loss once, and let the scaler divide and step."
     UNSCALE_ONCE = (
         "for micro_batch in micro_batches:\n"
-        "    scaler.scale(loss_of(micro_batch)).backward()\n"
-        "scaler.unscale_(optimizer)  # once, before clipping\n"
+        "    loss = loss_of(micro_batch)\n"
+        "    scaler.scale(loss).backward()\n"
+        "# once, before clipping\n"
+        "scaler.unscale_(optimizer)\n"
         "scaler.step(optimizer)"
     )
     BOTH_LOSSES = "scaler.scale(loss).backward()\nscaler.scale(other_loss).backward()"
     THEN_ADD = "scaler.unscale_(optimizer)\nadd_noise_or_weight_decay(model)\nscaler.step(optimizer)"
     PENALTY = (
-        "(scaled,) = torch.autograd.grad(scaler.scale(output.sum()), inputs, create_graph=True)\n"
+        "output = scaler.scale(output.sum())\n"
+        "(scaled,) = torch.autograd.grad(\n"
+        "    output, inputs, create_graph=True\n"
+        ")\n"
         "gradient = scaled / scaler.get_scale()\n"
-        "scaler.scale(loss + penalty(gradient)).backward()"
+        "loss = loss + penalty(gradient)\n"
+        "scaler.scale(loss).backward()"
     )
     SUM = "scaler.scale(loss + other_loss).backward()"
     STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"

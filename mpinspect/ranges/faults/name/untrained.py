@@ -50,8 +50,13 @@ class _Missing(Sentences):
     )
     COMPARE_WITH_DOT = "Compare with the trailing dot: names that begin with {dotted}."
     NOT_REENTRANT = (
-        "torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)\n"
-        '# in Transformers: model.gradient_checkpointing_enable({{"use_reentrant": False}})'
+        "torch.utils.checkpoint.checkpoint(\n"
+        "    module, x, use_reentrant=False\n"
+        ")\n"
+        "# in Transformers:\n"
+        "# model.gradient_checkpointing_enable(\n"
+        '#     {{"use_reentrant": False}}\n'
+        "# )"
     )
     STARTS_WITH = "if name.startswith({literal}):\n    parameter.requires_grad_(False)"
 
@@ -202,8 +207,8 @@ class _Zero(Sentences):
         "If they are not zero there, multiply this part's loss by a factor of its own{limit}. Computing them in FP32 would not "
         "do: {damped}."
     )
-    BEGIN_AT = "scaler = torch.amp.GradScaler({device_type}, init_scale={raised:.0f})"
-    AUTOCAST_OFF = "with torch.autocast({device_type}, enabled=False):  # for this one batch\n    y = module(x.float())"
+    BEGIN_AT = "scaler = torch.amp.GradScaler(\n    {device_type}, init_scale={raised:.0f}\n)"
+    AUTOCAST_OFF = "# for one batch\nwith torch.autocast({device_type}, enabled=False):\n    y = module(x.float())"
 
 
 class _Silent(Sentences):
@@ -230,8 +235,8 @@ class _Silent(Sentences):
     ZERO_INPUT = "A product whose other operand is zero, such as the output of a dead ReLU, has such gradients."
     ARRIVE_AS_ZEROS = "The gradients that arrive at the output of {last!r} are zero already."
     SATURATED = (
-        "In step {saturated_step} all {elements:,} results of a {function} in {dtype:format} were exactly {at}, where its "
-        "gradient is zero{rounds}."
+        "In step {saturated_step} all {elements:,} results of a {function}{in_module} in {dtype:format} were exactly {at}, where "
+        "its gradient is zero{rounds}."
     )
     SCALE_BEFORE_CAST = (
         "If that backward casts to FP8, multiply the gradient by a scale before the cast, and divide by it after the product. If "
@@ -245,11 +250,18 @@ class _Silent(Sentences):
     )
     READ_OPERANDS = "Read the operands of that backward in one step: its casts, its scale, its saved input."
     SCALED_CAST = (
-        "scale = torch.finfo(torch.float8_e5m2).max / grad.abs().amax().clamp(min=1e-30)\n"
-        "grad = (grad * scale).to(torch.float8_e5m2).float() / scale"
+        "end = torch.finfo(torch.float8_e5m2).max\n"
+        "largest = grad.abs().amax().clamp(min=1e-30)\n"
+        "scale = end / largest\n"
+        "grad = (grad * scale).to(torch.float8_e5m2)\n"
+        "grad = grad.float() / scale"
     )
-    BCE_WITH_LOGITS = "criterion = torch.nn.BCEWithLogitsLoss()  # on logits.float(), without the sigmoid"
-    CROSS_ENTROPY = "loss = torch.nn.functional.cross_entropy(logits.float(), target)  # without the softmax"
+    BCE_WITH_LOGITS = (
+        "# without the sigmoid\ncriterion = torch.nn.BCEWithLogitsLoss()\nloss = criterion(logits.float(), target)"
+    )
+    CROSS_ENTROPY = (
+        "# without the softmax\ncriterion = torch.nn.CrossEntropyLoss()\nloss = criterion(logits.float(), target)"
+    )
     TANH = "y = torch.tanh(x.float())"
 
 
@@ -364,6 +376,8 @@ def _silent_layers(says: _Silent, zero: Sequence[str], modules: Sequence[str], c
     figures = {"parameters": len(zero), "names": zero[:MOST_NAMES], "steps": _sampled_steps(zero[0], case)}
     words: dict[str, object] = {"modules": grouped(zero), "last": modules[-1]}
     is_model = says is _Silent.MODEL
+    # No layer of many stands for the whole model.
+    layer = "" if is_model else zero[0]
     more: tuple[_Silent, ...] = (_Silent.ARRIVE_AS_ZEROS,)
     fix, code = _Silent.FOLLOW_BACK, None
     if borders:
@@ -371,6 +385,7 @@ def _silent_layers(says: _Silent, zero: Sequence[str], modules: Sequence[str], c
         largest = window.histogram.max_abs if window else 0.0
         flushing = [format for format in (FLOAT8_E5M2, FLOAT8_E4M3) if largest <= format.flush_edge]
         more, fix = (_Silent.LOST_IN, _Silent.ZERO_INPUT), _Silent.READ_OPERANDS
+        layer = layer or borders[-1]
         figures |= {"border": borders[-1], "largest": largest}
         if flushing:
             more, fix, code = (_Silent.LOST_IN, _Silent.BELOW_FP8), _Silent.SCALE_BEFORE_CAST, _Silent.SCALED_CAST
@@ -383,13 +398,14 @@ def _silent_layers(says: _Silent, zero: Sequence[str], modules: Sequence[str], c
         more = (_Silent.SATURATED,)
         figures |= {"function": saturated.names[0], "elements": int(saturated.elements), "dtype": saturated.text}
         words |= {"saturated_step": saturated.step, "at": at, "rounds": _rounds(saturated)}
+        layer, words["in_module"] = saturated.name, filled(" in {!r}", saturated.name)
     return Found(
         (says, *more),
         figures,
         words,
         fix,
         code,
-        layer=zero[0],
+        layer=layer,
         is_grave=is_model,
         is_inferred=bool(borders),
     )
@@ -418,10 +434,21 @@ class _NotOptimized(Sentences):
         "Make the optimizer after the last module was added, or add that module's parameters to it; freeze parameters that "
         "should not learn."
     )
-    ADD_MODULE = 'optimizer.add_param_group({{"params": model.get_submodule({module}).parameters()}})'
+    ADD_MODULE = (
+        'module = model.get_submodule({module})\noptimizer.add_param_group(\n    {{"params": module.parameters()}}\n)'
+    )
     ADD_ALL = (
-        'known = {{id(p) for group in optimizer.param_groups for p in group["params"]}}\n'
-        'optimizer.add_param_group({{"params": [p for p in model.parameters() if id(p) not in known]}})'
+        "known = {{\n"
+        "    id(p)\n"
+        "    for group in optimizer.param_groups\n"
+        '    for p in group["params"]\n'
+        "}}\n"
+        "new = [\n"
+        "    p\n"
+        "    for p in model.parameters()\n"
+        "    if id(p) not in known\n"
+        "]\n"
+        'optimizer.add_param_group({{"params": new}})'
     )
 
 
