@@ -228,6 +228,8 @@ def full_session() -> s.Session:
                     4,
                     False,
                     True,
+                    40,
+                    "_grouped_mm",
                 ),
             ),
         ),

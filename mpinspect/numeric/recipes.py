@@ -118,7 +118,7 @@ class TrainingRecipe:
         title: the name in sentences, such as "MXFP8".
         products: how the three products are computed.
         multiple: the kernels need features of a layer in multiples of this.
-        caveats: parts of the recipe that change the tensors before they are quantised, so that plain counts do not show them.
+        caveats: parts of the recipe, in some trainings, that plain counts do not show.
     """
 
     name: str
@@ -132,6 +132,17 @@ class TrainingRecipe:
         """The least compute capability of a GPU whose Tensor Cores take the operands; others emulate them."""
         left = self.products.fprop.left
         return {16: "10.0", 32: "10.0", 128: "9.0"}.get(left.block[1] if left else 0, "8.9")
+
+    @property
+    def token_multiple(self) -> int:
+        """The tokens that wgrad sums over must be a multiple of this; 1 if wgrad is not quantised.
+
+        Kernels cut no block of 16 or 32 tokens. torch's FP8 products sum over multiples of 16, TransformerEngine's of 8.
+        """
+        left = self.products.wgrad.left
+        if left is None:
+            return 1
+        return 8 if left.rule == HISTORY else {32: 32, 128: 8}.get(left.block[1], 16)
 
     def quantization(self, product: str, tensor: str) -> Quantization | None:
         """Return how a tensor is quantised as an operand of a product; None if it is not.
@@ -168,6 +179,7 @@ _MX4_FLOOR = replace(MXFP4, rule=FLOOR)
 _SQUARE = replace(FP8_BLOCK_128, block=(128, 128))
 _FP32_BLOCK = replace(FP8_BLOCK_128, scale=FLOAT32_SCALE, rule=AMAX)
 _ROWS = uniform(_ROW, _ROW, _ROW)
+_TO_NEAREST = ("stochastic rounding of gradients, under which flushing has no bias",)
 
 #: Every recipe by its name, as in torchao 0.18 and TransformerEngine 2.20.
 RECIPES: dict[str, TrainingRecipe] = {
@@ -191,8 +203,8 @@ RECIPES: dict[str, TrainingRecipe] = {
         TrainingRecipe("mxfp8", "MXFP8", _MX, 32),
         TrainingRecipe("mxfp8-wgrad-hp", "MXFP8 with wide wgrad", replace(_MX, wgrad=Product()), 32),
         TrainingRecipe("mxfp8-floor", "MXFP8 (FLOOR)", uniform(_MX_FLOOR, _MX_FLOOR, _MX_FLOOR), 32),
-        TrainingRecipe("mxfp4", "MXFP4", uniform(MXFP4, MXFP4, MXFP4), 32),
-        TrainingRecipe("mxfp4-floor", "MXFP4 (FLOOR)", uniform(_MX4_FLOOR, _MX4_FLOOR, _MX4_FLOOR), 32),
+        TrainingRecipe("mxfp4", "MXFP4", uniform(MXFP4, MXFP4, MXFP4), 32, _TO_NEAREST),
+        TrainingRecipe("mxfp4-floor", "MXFP4 (FLOOR)", uniform(_MX4_FLOOR, _MX4_FLOOR, _MX4_FLOOR), 32, _TO_NEAREST),
         TrainingRecipe("fp8-block", "FP8 in blocks", uniform(FP8_BLOCK_128, _SQUARE, FP8_BLOCK_128), 128),
         TrainingRecipe(
             "fp8-block-fp32",
@@ -212,6 +224,16 @@ RECIPES: dict[str, TrainingRecipe] = {
         ),
     )
 }
+
+
+def least_even(*numbers: int) -> int:
+    """Return the number with the fewest factors of two, the first of several: if it is a multiple of 2^k, so are all. 0: none."""
+    return min(filter(None, numbers), key=lambda number: number & -number, default=0)
+
+
+def is_grouped(function: str) -> bool:
+    """Return whether a function of torch, by its name, multiplies all experts' matrices in one grouped product."""
+    return function in ("grouped_mm", "_grouped_mm")
 
 
 def recipe_of(products: Products) -> TrainingRecipe | None:

@@ -14,7 +14,7 @@ from mpinspect.ranges.capture.experts import ExpertProducts
 from mpinspect.ranges.capture.operands import OperandLosses, may_be_layer
 from mpinspect.ranges.capture.passes import LossFunction, materialised, require_loss, require_step
 from mpinspect.runtime.untouched import ModelState, RandomState
-from mpinspect.runtime.wrappers import compiled_modules_eager
+from mpinspect.runtime.wrappers import class_of, compiled_modules_eager
 
 #: The recipes compared by default: those that torchao and TransformerEngine train.
 USUAL = ("fp8-tensorwise", "fp8-rowwise", "mxfp8", "fp8-block", "mxfp4", "nvfp4")
@@ -89,6 +89,9 @@ def _report(
         ),
         (*measuring.others, *measuring.experts),
         tuple(measuring.experts),
+        tuple(path for path in measuring.others if class_of(layers[path]).__name__ == "Conv1D"),
+        measuring.tokens,
+        measuring.experts,
     )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from mpinspect.numeric.blocks import QuantizationLoss
 from mpinspect.numeric.exponents import ExponentHistogram, merge, ratio
 from mpinspect.numeric.formats import FORMATS
-from mpinspect.numeric.recipes import Products
+from mpinspect.numeric.recipes import Products, is_grouped, least_even
 from mpinspect.ranges.kinds import KINDS
 from mpinspect.runtime.decoding import Between, OneOf
 
@@ -423,6 +423,9 @@ class OperandRecord:
         steps: number of these steps.
         is_linear: whether the module is a torch.nn.Linear, which torchao and TransformerEngine convert.
         is_experts: whether ``module`` is a parameter with a matrix for each expert, and the loss is that of all.
+        tokens: the number that wgrad summed over, of several the one with the fewest factors of two (``least_even``); 0 if
+            unknown, or if there is no wgrad.
+        function: name of the torch function that multiplied experts, if possible one that is not grouped; "" if unknown.
     """
 
     module: str
@@ -434,13 +437,21 @@ class OperandRecord:
     steps: Count = 1
     is_linear: bool = True
     is_experts: bool = False
+    tokens: Count = 0
+    function: str = ""
 
     @property
     def key(self) -> tuple[str, str, str, str]:
         return self.module, self.recipe, self.product, self.tensor
 
     def __add__(self, other: OperandRecord) -> OperandRecord:
-        return replace(self, loss=self.loss + other.loss, steps=self.steps + other.steps)
+        return replace(
+            self,
+            loss=self.loss + other.loss,
+            steps=self.steps + other.steps,
+            tokens=least_even(self.tokens, other.tokens),
+            function=min(self.function, other.function, key=is_grouped),
+        )
 
 
 def added_operands(one: Iterable[OperandRecord], other: Iterable[OperandRecord]) -> tuple[OperandRecord, ...]:

@@ -22,10 +22,14 @@ from mpinspect.ranges.kinds import KINDS
 from mpinspect.ranges.session import OperandRecord, Precision, Session
 
 
+class Unusual(nn.Linear):
+    """A subclass, which converters take too."""
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head, self.unused = nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(64, 64)
+        self.body, self.head, self.unused = nn.Linear(64, 64), nn.Linear(64, 32), Unusual(64, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(self.body(x)))  # type: ignore[no-any-return]
@@ -62,6 +66,7 @@ def test_a_step_has_what_compare_recipes_measures(options):
     found = recipe_report(train(net(), 1, names, **options).session())
     assert (found.rows, found.recipes, found.batches) == (expected.rows, expected.recipes, 1)
     assert found.not_called == expected.not_called == ("unused",)
+    assert found.tokens == expected.tokens == {"body": 48, "head": 48}
     assert found.advised is RECIPES["fp8-tensorwise"]
 
 
@@ -112,6 +117,7 @@ def test_a_session_file_holds_the_sums_and_ranks_are_added(tmp_path):
     merged = merge_ranks(ranks)
     for both, one in zip(merged.precision.operands, session.precision.operands, strict=True):
         assert both.loss == one.loss + one.loss
+        assert (both.tokens, one.tokens) == (48, 48)
     assert "mxfp4" in analyse(merged).to_json()
 
 

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from operator import add
 from types import ModuleType
 from typing import Any, ClassVar
@@ -19,18 +20,21 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torchao_here
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mpinspect
-from mpinspect.counting.blocks import quantised
-from mpinspect.numeric.recipes import MXFP4, MXFP8_E4M3, RECIPES, Products, TrainingRecipe, uniform
+from mpinspect.counting.blocks import quantised, quantization_loss
+from mpinspect.numeric.recipes import MXFP4, MXFP8_E4M3, RECIPES, Products, TrainingRecipe, least_even, uniform
+from mpinspect.ranges.analysis import recipe_comparison
 from mpinspect.ranges.analysis.recipe_comparison import ProductRow, RecipeReport, recipe_report
 from mpinspect.ranges.capture.layers import Selection, find_layers
 from mpinspect.ranges.capture.operands import OperandLosses
 from mpinspect.ranges.faults.measure.converted import converted_layers
-from mpinspect.ranges.report.recipes import document
+from mpinspect.ranges.report.recipes import NORMAL, document
 from mpinspect.reporting.text import render
 
 
@@ -157,10 +161,14 @@ def test_a_module_that_loses_more_than_one_percent_is_kept_wide() -> None:
     assert report.unserved(mxfp8) == ()
     assert "head" in report.unserved(mxfp4)
     assert report.advised == mxfp8
-    text = str(report)
-    assert "MXFP8  flushes at most 1% of the L1 mass of every operand" in text
-    assert "weight" in text
     assert "head" in report.kept_wide(mxfp4)
+    text = " ".join(str(report).split())
+    assert "MXFP8 passes: at worst " in text
+    row, operand = report.worst(mxfp4) or pytest.fail("nothing is lost")
+    share = operand.loss.lost_l1_share
+    assert share == max(each.loss.lost_l1_share for row in report.rows for each in row.cells[1].operands)
+    fails = f"fails in {len(report.unserved(mxfp4))} of 3 Linear layers"
+    assert f"MXFP4 {fails}: at worst {100 * share:.2g}% ('{row.module}', {row.product}, {operand.tensor})" in text
 
 
 def test_sizes_that_kernels_refuse_are_kept_wide() -> None:
@@ -169,7 +177,7 @@ def test_sizes_that_kernels_refuse_are_kept_wide() -> None:
     (recipe,) = report.recipes
     assert report.unsuited(recipe) == ("head",)
     assert report.kept_wide(recipe) == ("head",)
-    assert "Its kernels refuse 'head'" in " ".join(str(report).split())
+    assert "Its kernels refuse 'head' (10 is no multiple of 16). Needs cc 8.9" in " ".join(str(report).split())
     assert "KEEP = {'head'}" in str(report)
 
 
@@ -276,7 +284,7 @@ def test_a_product_is_judged_whatever_the_class_of_its_module_and_the_layout_of_
     text = " ".join(str(found).split())
     assert "Recipes for _Net, 3 layers" in text
     assert "MXFP8 covers 1 of 3 layers" in text
-    assert "Converters leave 'blocks.1.0', 'head' as they are, since they are no torch.nn.Linear" in text
+    assert "Converters take torch.nn.Linear alone, and leave 'blocks.1.0', 'head'. To convert one, replace it" in text
 
 
 def test_a_gpt2_is_judged_product_by_product() -> None:
@@ -292,9 +300,19 @@ def test_a_gpt2_is_judged_product_by_product() -> None:
         zip([*block, "lm_head"], [(32, 96), (32, 32), (32, 128), (128, 32), (32, 64)], strict=True)
     )
     assert report.not_linear == tuple(block)
-    text = " ".join(str(report).split())
-    assert "as heads and routers are in published recipes: 'lm_head'." in text
+    text, code = render(document(report), width=120), recipe_comparison.CONV1D_CODE
+    assert "leave them in BF16: 'lm_head'." in text
     assert report.advised is None
+    assert report.conv1d == report.not_linear
+    assert all(line in text for line in code)
+    model.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
+    model.double().eval()
+    expected, trained = model(tokens).logits, sum(each.requires_grad for each in model.parameters())
+    exec("\n".join(code), {"model": model})
+    torch.testing.assert_close(model(tokens).logits, expected)
+    assert sum(each.requires_grad for each in model.parameters()) == trained
+    report = mpinspect.compare_recipes(model, lambda m, x: m(input_ids=x, labels=x).loss, [tokens], ["mxfp8"])
+    assert (report.not_linear, report.converted(report.recipes[0])) == ((), 4)
 
 
 class _Experts(nn.Module):
@@ -334,6 +352,8 @@ def test_experts_in_one_parameter_are_judged_as_a_linear_for_each_expert_would_b
     recipes = ["fp8-rowwise", "mxfp8", "mxfp4", "fp8-block"]
     found, expected = (mpinspect.compare_recipes(each, _loss, [x], recipes) for each in (model, apart))
     assert (found.not_linear, found.experts) == (("weights",), ("weights",))
+    assert found.functions == {"weights": {"loop": "linear", "grouped": "_grouped_mm"}.get(form, form)}
+    assert found.tokens == {"before": 96, "weights": 32 if form == "bmm" else 40}
     for product in ("fprop", "dgrad", "wgrad"):
         rows = [row for row in expected.rows if row.module.startswith("each.") and row.product == product]
         for place, cell in enumerate(_row(found, "weights", product).cells):
@@ -343,6 +363,30 @@ def test_experts_in_one_parameter_are_judged_as_a_linear_for_each_expert_would_b
                 assert operand.loss.nonzero == summed.nonzero > 0
                 assert operand.loss.lost_l1_share == pytest.approx(summed.lost_l1_share, rel=1e-3)
     assert _row(found, "before", "fprop").cells == _row(expected, "before", "fprop").cells
+
+
+@pytest.mark.parametrize("form", ["loop", "bmm", "grouped"])
+def test_torchaos_code_for_experts_is_printed_where_it_changes_their_products(form: str) -> None:
+    torchao_here.torchao()
+    model, x = _Experts(form), torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+    report = mpinspect.compare_recipes(model, _loss, [x], ["fp8-rowwise", "mxfp8"])
+    # An expert has 40 tokens, which torchao pads in MXFP8 alone.
+    rowwise, mxfp8 = map(report.expert_code, report.recipes)
+    assert rowwise == ()
+    assert ("config.pad_token_groups_for_grouped_mm = True" in mxfp8) == bool(mxfp8) == (form == "grouped")
+    expected, text = model(x), " ".join(str(report).split())
+    grouped = replace(report, functions={"weights": "_grouped_mm"}).expert_code(report.recipes[1])
+    exec("\n".join(grouped).replace("MXFP8_RCEIL", "MXFP8_EMULATED_RCEIL"), {"model": model})
+    # The Linear inside of the module with the experts is unchanged.
+    kinds = {name: type(each.data).__name__ for name, each in model.named_parameters()}
+    assert kinds == {"weights": "MXFP8TrainingWeightWrapperTensor", "before.weight": "Tensor", "before.bias": "Tensor"}
+    assert bool(mxfp8) == (not torch.equal(model(x), expected))
+    if form == "grouped":
+        assert "An expert had 40 tokens: no multiple of 16, and torchao 0.18 can't pad them in FP8 rowwise" in text
+        assert "in MXFP8 (padded, cc 10.0):" in text
+    else:
+        function = report.functions["weights"]
+        assert f"leave the experts 'weights', multiplied by torch's {function} in these batches. torchao's code" in text
 
 
 def _run(model: nn.Module, x: torch.Tensor, forward: Callable[..., torch.Tensor]) -> mpinspect.Inspector:
@@ -462,14 +506,14 @@ def test_the_code_for_experts_converts_those_that_the_recipe_serves() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_experts_of_unsuited_sizes_have_no_code() -> None:
+def test_experts_of_unsuited_sizes_are_left_out_of_the_code() -> None:
     _, report = _mixtral(80)
     (recipe,) = report.recipes
     assert report.unsuited(recipe) == tuple(f"model.layers.{layer}.mlp.experts.down_proj" for layer in (0, 1))
-    assert report.expert_code(recipe) == ()
-    assert "Converters of Linear layers leave the experts 'model.layers.{0,1}.mlp.experts." in " ".join(
-        str(report).split()
-    )
+    names = {path for path in report.experts if repr(path) in "".join(report.expert_code(recipe))}
+    assert names == {f"model.layers.{layer}.mlp.experts.gate_up_proj" for layer in (0, 1)}
+    text = " ".join(str(report).split())
+    assert "Converters of nn.Linear leave the experts 'model.layers.{0,1}.mlp.experts." in text
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -490,7 +534,7 @@ def test_text_and_json_have_every_recipe() -> None:
     cell = found["rows"][0]["cells"][0]
     assert cell["operands"][0]["loss"]["flushed_fraction"] == report.rows[0].cells[0].operands[0].loss.flushed_fraction
     assert "MXFP8" in str(report)
-    assert "Not simulated of NVFP4: a random Hadamard transform" in " ".join(str(report).split())
+    assert "; of NVFP4, a random Hadamard transform" in " ".join(str(report).split())
 
 
 def test_the_code_is_python_and_names_modules_of_the_model() -> None:
@@ -505,6 +549,65 @@ def test_the_code_is_python_and_names_modules_of_the_model() -> None:
         assigned = next(node for node in tree.body if isinstance(node, ast.Assign))
         kept = ast.literal_eval(assigned.value)
         assert {"head"} <= kept <= names
+
+
+@pytest.mark.parametrize("name", ["fp8-tensorwise", "fp8-rowwise", "fp8-rowwise-with-gw-hp", "mxfp8", "mxfp8-wgrad-hp"])
+def test_tokens_that_kernels_refuse_are_padded_or_named(name: str) -> None:
+    torchao_here.torchao()
+    model, x = _net(), torch.randn(40, 64, generator=torch.Generator().manual_seed(1))
+    report = mpinspect.compare_recipes(model, _loss, [_batch(), x], [name])
+    (recipe,) = report.recipes
+    is_wide, is_mx = bool(recipe.products.wgrad.bits is None), name.startswith("mxfp8")
+    assert report.uneven(recipe) == ({} if is_wide else {"blocks.0.0": 40, "blocks.1.0": 40})
+    text = " ".join(str(report).split())
+    refuses = "Its kernels refuse these batches (wgrad sums over 40 tokens in 2 layers, no multiple of 32)"
+    assert (refuses in text) == (name == "mxfp8")
+    assert ("Its first backward raises an error until batches are padded to multiples of 32" in text) == (
+        name == "mxfp8"
+    )
+    assert ("It pads wgrad's 40 tokens in these batches to multiples of 16." in text) == (not is_wide and not is_mx)
+    exec("\n".join(report.code(name)), {"model": model})
+    if is_mx:
+        torchao_here.emulate(model)
+    else:
+        assert model.blocks[0][0].config.pad_inner_dim == (not is_wide)
+    loss = _loss(model, x)
+    if name == "mxfp8":
+        with pytest.raises(AssertionError, match="must be divisible by block_size 32"):
+            loss.backward()
+    else:
+        loss.backward()
+
+
+def test_tokens_that_kernels_take_are_named() -> None:
+    report = mpinspect.compare_recipes(_net(), _loss, [_batch()], ["mxfp8-wgrad-hp", "fp8-rowwise", "fp8-tensorwise"])
+    assert report.advised is report.recipes[1]
+    text = " ".join(str(report).split())
+    assert (
+        "FP8 rowwise covers 2 of 3 Linear layers. MXFP8 with wide wgrad, FP8 tensorwise cover as many: flushing" in text
+    )
+    assert "Its kernels take these batches (wgrad sums over 48 tokens)." in text
+    assert "Code for another recipe: print('\\n'.join(report.code('fp8-tensorwise')))." in text
+
+
+@given(st.lists(st.integers(1, 4096), min_size=1))
+def test_the_least_even_number_is_a_multiple_of_a_power_of_two_only_if_all_are(numbers: list[int]) -> None:
+    least = least_even(*numbers)
+    assert least in numbers
+    assert all((least % 2**k == 0) == all(number % 2**k == 0 for number in numbers) for k in range(13))
+    assert (least_even(0, *numbers), least_even()) == (least, 0)
+
+
+def test_normally_distributed_values_lose_what_the_report_states() -> None:
+    values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    for name, said in NORMAL.items():
+        found = [
+            100 * quantization_loss(values * 2 ** (k / 8), operand).lost_l1_share
+            for operand in {*RECIPES[name].products.operands()}
+            for k in range(8)
+        ]
+        least, greatest = map(float, re.findall(r"([\d.]+)%", said))
+        assert (min(found), max(found)) == pytest.approx((least, greatest), rel=0.02)
 
 
 class _Attending(_Net):
@@ -700,9 +803,9 @@ def test_a_complex_layer_is_named_as_not_judged() -> None:
 def test_a_layer_that_is_the_whole_model_has_a_name_and_infinities_are_said_first() -> None:
     report = mpinspect.compare_recipes(nn.Linear(64, 20), _loss, [torch.full((4, 64), math.inf)], ["mxfp8"])
     text = " ".join(str(report).split())
-    assert (
-        "leaving out the infinities and NaN in the model itself. Its kernels refuse the model itself (20 x 64)" in text
-    )
+    infinities, verdict = text.index("Operands of the model itself hold infinities or NaN"), text.index("MXFP8 ")
+    assert infinities < verdict
+    assert "Its kernels refuse the model itself (20 is no multiple of 32)" in text
 
 
 def test_an_own_recipe_is_compared() -> None:

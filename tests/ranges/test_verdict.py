@@ -121,7 +121,7 @@ def test_the_verdict_of_a_healthy_run_has_at_most_four_lines(how):
     verdict = train(**how).report().verdict
     assert verdict.healthy is True
     first, checks, *_ = verdict.sentences
-    assert first.startswith("Healthy: nothing to change. ")
+    assert first.startswith("Healthy: the precision needs no change. ")
     assert checks.startswith("No numerical problem was found in 8 steps. ")
     searched = "Only the 8 sampled ones were" if how.get("watch") is False else "Every step was"
     steps = "3 of them" if "every" in how else "each"
@@ -196,12 +196,12 @@ def test_a_few_weights_of_another_dtype_are_called_a_few():
 @pytest.mark.parametrize(
     ("used", "told"),
     [
-        (2.0**13, "Healthy: nothing to change. Keep FP16 and this loss scale."),
+        (2.0**13, "Healthy: the precision needs no change. Keep FP16 and this loss scale."),
         (
             2.0**24,
             "Healthy. Take the loss scale 32768 (2^15) next, or a GradScaler, which skips a step that overflows.",
         ),
-        (None, "Healthy: nothing to change in the observed part."),
+        (None, "Healthy: the precision needs no change in the observed part."),
     ],
 )
 def test_the_advice_after_a_healthy_float16_run_depends_on_its_scale(used, told):
@@ -230,7 +230,10 @@ def test_a_scaler_above_the_window_may_stay_and_a_static_scale_may_not():
     place = "The loss scale, 16777216 (2^24), leaves little room for larger gradients. Scales up to 2^18 leave enough."
     assert told == [
         ("Healthy. Take the loss scale 32768 (2^15) next, or a GradScaler, which skips a step that overflows.", place),
-        ("Healthy: nothing to change. Keep the scaler: it skips a step that overflows, and lowers the scale.", place),
+        (
+            "Healthy: the precision needs no change. Keep the scaler: it skips a step that overflows, and lowers the scale.",
+            place,
+        ),
     ]
 
 

@@ -8,13 +8,13 @@ It does not judge stochastic rounding, whose flushes have no bias: such operands
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
 from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.recipes import OPERANDS, PRODUCTS, RECIPES, STOCHASTIC, TrainingRecipe
+from mpinspect.numeric.recipes import OPERANDS, PRODUCTS, RECIPES, STOCHASTIC, TrainingRecipe, as_recipe, is_grouped
 from mpinspect.ranges.analysis.products import is_named_head, is_named_router
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.session import Session
@@ -97,6 +97,10 @@ class RecipeReport(RendersItself):
             or whose outputs need no gradient.
         not_linear: the judged modules that are no ``torch.nn.Linear``, which converters of layers leave as they are.
         experts: those of ``not_linear`` that are paths of parameters, each with a matrix for each expert.
+        conv1d: those of ``not_linear`` that are of transformers' class Conv1D.
+        tokens: by module, the number that wgrad sums over; of several the one with the fewest factors of two, which is a multiple
+            of 16, say, only if all are. Of experts, the tokens of one expert.
+        functions: by path in ``experts``, the torch function that multiplied them, if possible one that is not grouped.
     """
 
     kind: ClassVar[str] = "recipes"
@@ -109,6 +113,9 @@ class RecipeReport(RendersItself):
     not_called: tuple[str, ...] = ()
     not_linear: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
+    conv1d: tuple[str, ...] = ()
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    functions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -125,9 +132,29 @@ class RecipeReport(RendersItself):
         place = self.recipes.index(recipe)
         return tuple(dict.fromkeys(row.module for row in self.rows if not row.cells[place].is_served))
 
+    def worst(self, recipe: TrainingRecipe) -> tuple[ProductRow, OperandLoss] | None:
+        """Return the operand rounded to nearest that loses most under a recipe, and its product; None without such an operand."""
+        place = self.recipes.index(recipe)
+        found = ((row, worst) for row in self.rows if (worst := row.cells[place].worst) is not None)
+        return max(found, key=lambda each: each[1].loss.lost_l1_share, default=None)
+
     def unsuited(self, recipe: TrainingRecipe) -> tuple[str, ...]:
         """Return the modules whose features are not multiples of ``recipe.multiple``."""
         return tuple(module for module, shape in self.modules.items() if any(size % recipe.multiple for size in shape))
+
+    def uneven(self, recipe: TrainingRecipe) -> dict[str, int]:
+        """Return the tokens of the Linear layers to convert whose wgrad the kernels refuse: no multiple of what they sum over."""
+        kept = {*self.kept_wide(recipe), *self.not_linear}
+        return {
+            module: tokens
+            for module, tokens in self.tokens.items()
+            if tokens % recipe.token_multiple and module not in kept
+        }
+
+    def uneven_experts(self, recipe: TrainingRecipe) -> int:
+        """Return the tokens of one expert that the kernels of a grouped product refuse; 0 if they take all that were seen."""
+        uneven = (self.tokens.get(path, 0) for path in self.experts)
+        return next((tokens for tokens in uneven if tokens % recipe.multiple), 0)
 
     @property
     def heads_and_routers(self) -> tuple[str, ...]:
@@ -149,43 +176,57 @@ class RecipeReport(RendersItself):
 
     @property
     def advised(self) -> TrainingRecipe | None:
-        """The recipe of torchao that leaves the fewest modules wide; None if it would convert none."""
+        """The recipe of torchao that leaves the fewest modules wide; None if it would convert none. See ``best_of``."""
         return self.best_of(TORCHAO)
 
     def best_of(self, library: str) -> TrainingRecipe | None:
-        """Return the recipe of a library that leaves the fewest modules wide; None if that is none or leaves all of them."""
-        usable = [recipe for recipe in self.recipes if recipe.name in _TEMPLATES[library] and self.converted(recipe)]
-        return max(usable, key=self.converted, default=None)
+        """Return the recipe of a library that leaves the fewest modules wide; None if that is none or leaves all of them.
 
-    def code(self, recipe: TrainingRecipe, library: str = TORCHAO) -> tuple[str, ...]:
+        Of equals it is the first of the lowest compute capability.
+        """
+        usable = [recipe for recipe in self.recipes if recipe.name in _TEMPLATES[library] and self.converted(recipe)]
+        return max(usable, key=lambda each: (self.converted(each), -float(each.compute_capability)), default=None)
+
+    def code(self, recipe: TrainingRecipe | str, library: str = TORCHAO) -> tuple[str, ...]:
         """Return lines of Python that compute ``model`` in a recipe, without the modules to keep wide; () if a library can't.
 
-        Linear layers that were not judged are kept wide, too.
+        Linear layers that were not judged are kept wide, too. torchao's FP8 pads tokens that its kernels would refuse.
 
         Args:
-            recipe: the recipe.
+            recipe: the recipe, or its name.
             library: "torchao" converts the ``nn.Linear`` layers; "transformer_engine" is for a model whose ``nn.Linear`` layers
                 are TransformerEngine's under the same names.
         """
+        recipe = as_recipe(recipe)
         template = _TEMPLATES[library].get(recipe.name)
         if template is None:
             return ()
+        if library == TORCHAO and self.pads(recipe):
+            template = _PADDED[recipe.name]
         names = (*self.kept_wide(recipe), *self.not_called)
         imports = [line for line in template if line.startswith("from")]
         return (*imports, *_names_kept(names), *template[len(imports) :])
 
+    def pads(self, recipe: TrainingRecipe) -> bool:
+        """Whether torchao's code pads the tokens of some layer."""
+        return recipe.name in _PADDED and bool(self.uneven(recipe))
+
     def expert_code(self, recipe: TrainingRecipe) -> tuple[str, ...]:
         """Return lines of Python by which torchao converts the experts of ``model`` that a recipe serves; () if it can't.
 
-        All parameters of a module are converted together, and replaced: an optimizer is made afterwards.
+        It can't where they are not multiplied by torch's grouped product, nor in FP8, which it does not pad, if kernels refuse an
+        expert's tokens. The parameters are replaced: an optimizer is made afterwards.
         """
         template = _OF_EXPERTS.get(recipe.name)
         kept = {*self.unserved(recipe), *self.unsuited(recipe)}
-        served = {path.rpartition(".")[0] for path in self.experts}
-        served -= {path.rpartition(".")[0] for path in self.experts if path in kept}
-        if template is None or not served:
+        served = [path for path in self.experts if path not in kept]
+        uneven = self.uneven_experts(recipe)
+        can_run = all(map(is_grouped, self.functions.values())) and not (uneven and recipe.name == "fp8-rowwise")
+        if template is None or not served or not can_run:
             return ()
-        return (*template[:2], *_names_kept(sorted(served), "EXPERTS"), *template[2:])
+        imports, config, call = template[:2], template[2], template[3]
+        pad = ("config.pad_token_groups_for_grouped_mm = True",) if uneven else ()
+        return (*imports, *_names_kept(served, "EXPERTS"), config, *pad, call)
 
     def wide_products(self, recipe: TrainingRecipe) -> dict[str, tuple[str, ...]]:
         """Return the products that the recipe does not serve, by module."""
@@ -246,12 +287,28 @@ def _names_kept(names: Sequence[str], variable: str = "KEEP") -> tuple[str, ...]
 _WIDTH = 100
 
 
-def _float8(name: str) -> tuple[str, ...]:
+#: Replaces transformers' Conv1D, which converters leave as it is.
+CONV1D_CODE = (
+    "import torch",
+    "from transformers.pytorch_utils import Conv1D",
+    "for name, module in [*model.named_modules()]:",
+    "    if isinstance(module, Conv1D):  # its weight has the shape (inputs, outputs)",
+    '        linear = torch.nn.Linear(*module.weight.shape, device="meta")',
+    "        weight = module.weight.detach().T.contiguous()",
+    "        linear.weight = torch.nn.Parameter(weight, module.weight.requires_grad)",
+    "        linear.bias = module.bias",
+    "        model.set_submodule(name, linear)",
+)
+
+
+def _float8(name: str, pads: bool = False) -> tuple[str, ...]:
+    config = f'Float8LinearConfig.from_recipe_name("{name}")'
     return (
+        *(("from dataclasses import replace",) if pads else ()),
         "from torchao.float8 import Float8LinearConfig, convert_to_float8_training",
         "convert_to_float8_training(",
         "    model,",
-        f'    config=Float8LinearConfig.from_recipe_name("{name}"),',
+        f"    config=replace({config}, pad_inner_dim=True)," if pads else f"    config={config},",
         "    module_filter_fn=lambda module, name: name not in KEEP,",
         ")",
     )
@@ -295,14 +352,16 @@ _CONVERTERS = {
     "mxfp8": _mxfp8(),
     "mxfp8-wgrad-hp": _mxfp8(", wgrad_with_hp=True"),
 }
+_PADDED = {"fp8-tensorwise": _float8("tensorwise", pads=True), "fp8-rowwise": _float8("rowwise", pads=True)}
 
 
 def _experts(kind: str, recipe: str) -> tuple[str, ...]:
     return (
         f"from torchao.prototype.moe_training.config import {kind}TrainingOpConfig, {kind}TrainingRecipe",
-        "from torchao.quantization import quantize_",
+        "from torchao.quantization import FqnToConfig, quantize_",
         f"config = {kind}TrainingOpConfig.from_recipe({kind}TrainingRecipe.{recipe})",
-        "quantize_(model, config, filter_fn=lambda module, name: name in EXPERTS)",
+        # With a filter of modules, it would convert the modules inside of them, too.
+        "quantize_(model, FqnToConfig(dict.fromkeys(EXPERTS, config)), filter_fn=None)",
     )
 
 
@@ -356,12 +415,14 @@ def recipe_report(session: Session) -> RecipeReport | None:
         return None
     recipes = tuple(dict.fromkeys(RECIPES[record.recipe] for record in operands))
     shapes = {record.module: record.shape for record in operands}
-    linear = (
+    # A converter takes subclasses of nn.Linear, too.
+    others = [layers for layers in session.precision.layers if layers.type == "Conv1D"]
+    linear = [
         module
         for layers in session.precision.layers
-        if layers.type in ("Linear", "Float8Linear", "MXFP8Linear")
+        if layers not in others and layers.library != "transformer_engine"
         for module in layers.modules
-    )
+    ]
     return RecipeReport(
         session.info.model,
         recipes,
@@ -371,6 +432,9 @@ def recipe_report(session: Session) -> RecipeReport | None:
         tuple(module for module in linear if module not in shapes),
         tuple(dict.fromkeys(record.module for record in operands if not record.is_linear)),
         tuple(dict.fromkeys(record.module for record in operands if record.is_experts)),
+        tuple(module for layers in others for module in layers.modules if module in shapes),
+        {record.module: record.tokens for record in operands},
+        {record.module: record.function for record in operands if record.is_experts},
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from mpinspect.numeric.recipes import is_grouped
 from mpinspect.ranges.capture.compiled_regions import compiled_graphs
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import Layer
@@ -68,18 +69,18 @@ class ExpertProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        split = _SPLITS.get(getattr(func, "__name__", ""))
-        if split is not None and isinstance(output, torch.Tensor) and output.requires_grad and len(args) > 1:
-            self._measure(self._multiplied, split, output, args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in _SPLITS and isinstance(output, torch.Tensor) and output.requires_grad and len(args) > 1:
+            self._measure(self._multiplied, name, output, args, kwargs or {})
         return output
 
-    def _multiplied(self, split: Split, output: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _multiplied(self, name: str, output: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x, weight = args[:2]
         path, learns = self._parameter(weight)
         if path:
-            if path not in self._measuring.experts:
-                self._measuring.experts.append(path)
-            for part, matrix in split(x, weight, *args[2:], **kwargs):
+            functions = self._measuring.experts
+            functions[path] = min(functions.get(path, name), name, key=is_grouped)
+            for part, matrix in _SPLITS[name](x, weight, *args[2:], **kwargs):
                 if x[part].numel():
                     products = self._measuring.multiplied(path, matrix.detach(), learns, x[part], output)
                     hook = partial(self._measure, self._arrived, path, products, part)

@@ -15,7 +15,16 @@ from torch.nn.parameter import is_lazy
 
 from mpinspect.counting.blocks import quantization_loss
 from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.recipes import GRADIENT, INPUT, OPERANDS, PRODUCTS, WEIGHT, Quantization, TrainingRecipe
+from mpinspect.numeric.recipes import (
+    GRADIENT,
+    INPUT,
+    OPERANDS,
+    PRODUCTS,
+    WEIGHT,
+    Quantization,
+    TrainingRecipe,
+    least_even,
+)
 from mpinspect.runtime.distributed import local_part
 from mpinspect.runtime.wrappers import registered
 
@@ -41,8 +50,10 @@ class OperandLosses:
         self.shapes: dict[str, tuple[int, int]] = {}
         #: The modules that are no torch.nn.Linear.
         self.others: list[str] = []
-        #: The parameters that hold a matrix for each expert.
-        self.experts: list[str] = []
+        #: By parameter with a matrix for each expert: the torch function that multiplied it, if possible not a grouped one.
+        self.experts: dict[str, str] = {}
+        #: The tokens that wgrad sums over by module, of several calls the number with the fewest factors of two.
+        self.tokens: dict[str, int] = {}
 
     def called(self, path: str, module: torch.nn.Module, x: torch.Tensor, output: torch.Tensor) -> tuple[str, ...]:
         """Measure a layer's input and weight, and return the products that are computed.
@@ -73,6 +84,8 @@ class OperandLosses:
         # Autograd computes a gradient only where one is needed: none of a first layer's input, nor of a frozen weight.
         needed = {"fprop": True, "dgrad": x.requires_grad, "wgrad": learns}
         products = tuple(product for product in PRODUCTS if needed[product])
+        if learns:
+            self.tokens[path] = least_even(self.tokens.get(path, 0), local_part(x.detach()).shape[:-1].numel())
         # Autocast casts inside the layer.
         dtype = output.dtype
         self._measure(path, INPUT, products, local_part(x.detach()).to(dtype))

@@ -72,6 +72,8 @@ class RecipeLosses(Observer):
                     loss,
                     is_linear=key[0] not in others,
                     is_experts=key[0] in found.experts,
+                    tokens=found.tokens.get(key[0], 0),
+                    function=found.experts.get(key[0], ""),
                 )
                 for key, loss in found.losses.items()
             )

@@ -358,29 +358,31 @@ def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
 class _Healthy(Sentences):
     """The verdict on a healthy run, and the next thing to do."""
 
-    KEEP_BF16 = "{healthy}: nothing to change. Keep BF16."
+    KEEP_BF16 = "{healthy}: the precision needs no change. Keep BF16."
     SHOW_FORMAT = (
-        "{healthy}: nothing to change in the observed part. eager_samples=True (mpinspect run --eager-samples) shows the "
-        "format."
+        "{healthy}: the precision needs no change in the observed part. eager_samples=True (mpinspect run --eager-samples) "
+        "shows the format."
     )
-    NOTHING = "{healthy}: nothing to change."
-    TRY_BF16 = "{healthy}: nothing to change. To train in 16 bits, try BF16 autocast."
+    NOTHING = "{healthy}: the precision needs no change."
+    TRY_BF16 = "{healthy}: the precision needs no change. To train in 16 bits, try BF16 autocast."
     TRY_EITHER = (
-        "{healthy}: nothing to change. To train in 16 bits, try BF16 autocast, or FP16 autocast with a "
+        "{healthy}: the precision needs no change. To train in 16 bits, try BF16 autocast, or FP16 autocast with a "
         "GradScaler{start_at}."
     )
-    IN_WHAT_WAS_SEEN = "{healthy}: nothing to change in the observed part."
+    IN_WHAT_WAS_SEEN = "{healthy}: the precision needs no change in the observed part."
     COUNT_IN_FP32 = (
-        "{healthy}: nothing to change. To measure the values that FP16 flushed, count a few batches' gradients in FP32 "
-        "(autocast off)."
+        "{healthy}: the precision needs no change. To measure the values that FP16 flushed, count a few batches' gradients in "
+        "FP32 (autocast off)."
     )
-    KEEP_SCALER = "{healthy}: nothing to change. Keep the scaler: it skips a step that overflows, and lowers the scale."
+    KEEP_SCALER = (
+        "{healthy}: the precision needs no change. Keep the scaler: it skips a step that overflows, and lowers the scale."
+    )
     STATIC_LOWER = (
         "{healthy}. Take the loss scale {recommended:scale} next, or a GradScaler, which skips a step that overflows."
     )
     RAISE = "{healthy}. Start the next run with the loss scale {recommended:scale}."
-    KEEP_SCALE = "{healthy}: nothing to change. Keep FP16 and this loss scale."
-    KEEP_WITHOUT = "{healthy}: nothing to change. Keep FP16 without a loss scale."
+    KEEP_SCALE = "{healthy}: the precision needs no change. Keep FP16 and this loss scale."
+    KEEP_WITHOUT = "{healthy}: the precision needs no change. Keep FP16 without a loss scale."
 
 
 def _healthy(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.recipes import HISTORY, STOCHASTIC, TrainingRecipe
+from mpinspect.numeric.recipes import HISTORY, TrainingRecipe, is_grouped
 from mpinspect.ranges.analysis.products import modules_named, pattern_of
 from mpinspect.ranges.analysis.recipe_comparison import (
+    CONV1D_CODE,
     TRANSFORMER_ENGINE,
     OperandLoss,
     ProductRow,
@@ -34,7 +35,7 @@ from mpinspect.reporting.document import (
     section,
 )
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
-from mpinspect.reporting.words import by_number, filled, number_of, percent
+from mpinspect.reporting.words import bracketed, by_number, filled, number_of, percent
 
 #: Rows of products.
 ROWS = Limit(40, 200, "more; all are in JSON")
@@ -43,25 +44,29 @@ _SMALL = 1e-5
 #: A product without a quantised operand.
 _WIDE = "wide"
 _LEGEND = (
-    "fprop: input x weight; dgrad: output's gradient x weight; wgrad: output's gradient x input. A cell: share of the L1 mass "
-    "(the sum of magnitudes) that is flushed to zero in the operand that loses most, and that operand from 0.001% on; *: over "
-    "1%. noise: of the output's gradient, which the recipe rounds at random, so that flushing takes nothing on average: the "
-    "standard deviation relative to its values' root mean square; not judged. {...}: the worst of these layers. An operand may "
+    "fprop: input x weight; dgrad: output's gradient x weight; wgrad: output's gradient x input. A cell: the share of the "
+    "operand that loses most, and that operand from 0.001% on; *: over 1%; {...}: the worst of these layers. An operand may "
     "lose more in one product than in another, since blocks lie along the dimension that is summed over"
+)
+_NOISE_LEGEND = (
+    "; noise: standard deviation of the output's gradient under random rounding, relative to its root mean square"
 )
 _WIDE_LEGEND = "; wide: not quantised"
 _JUDGED = (
-    "Judged by flushing alone, with the weights as they are. Rounding inside the range, the effect on other layers, the trained "
-    "loss, speed and memory are not measured."
+    "A recipe fails where flushing to zero takes over 1% of an operand's L1 mass (the sum of magnitudes). The limit is a choice: "
+    "a share just below it is hardly better than one just above. Other batches or weights may lose more or less. Not judged: "
+    "rounding inside the range, the effect on other layers, the trained loss, speed, memory. cc: the least compute capability "
+    "(H100: 9.0, B200: 10.0)."
 )
 _NOT_JUDGED = (
-    "The limit of 1% is a choice, the same for all recipes: a share just below it is hardly better than one just above. Weights "
-    "that are not in the table, such as those of convolutions, embeddings and some routers, are neither judged nor converted."
+    "Weights that are not in the table, such as those of convolutions, embeddings and some routers, are neither judged nor "
+    "converted."
 )
-_AFTERWARDS = (
-    "The code is for torchao 0.18 and TransformerEngine 2.20. Afterwards mpinspect run states which products are really computed "
-    "in FP8 or FP4."
-)
+#: The share of normally distributed values' L1 mass that a recipe flushes.
+NORMAL = {
+    "mxfp4": "0.96% to 1.16% in MXFP4 (depending on their scale)",
+    "nvfp4": "0.39% in NVFP4 (in its weights, whose blocks are 16 x 16, 0.81%)",
+}
 
 
 def document(report: RecipeReport) -> Document:
@@ -71,8 +76,8 @@ def document(report: RecipeReport) -> Document:
         f"Recipes for {report.model}, {layers}, {batches}",
         (
             Line(_JUDGED),
-            _judgements(report),
-            *section("Change", *_change(report)),
+            *_judgements(report),
+            *section("Change", *_change(report), *_on_other_code(report)),
             *section("Product by product", _table(report)),
             *section("Seen and not seen", Items(tuple(map(Item, _notes(report))))),
         ),
@@ -85,7 +90,7 @@ def in_run(report: RecipeReport | None, session: Session) -> Iterator[Block]:
         return
     layers, steps = _layers(report), number_of(report.batches, "step")
     yield Line(f"Measured in {steps}, on one call of each of {layers}. {_JUDGED}")
-    yield _judgements(report)
+    yield from _judgements(report)
     yield from _change(report)
     yield _table(report)
     yield Items(tuple(map(Item, _notes(report))))
@@ -133,51 +138,85 @@ def _clipping(found: Sequence[StaleScale]) -> str:
     )
 
 
-def _judgements(report: RecipeReport) -> Items:
-    return Items(
-        tuple(
-            Item(f"{_judgement(report, recipe)}. It needs compute capability {recipe.compute_capability}", recipe.title)
-            for recipe in report.recipes
-        )
-    )
-
-
-def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> str:
-    unserved, unsuited = report.unserved(recipe), report.unsuited(recipe)
-    sentence = "flushes at most 1% of the L1 mass of every operand"
-    if STOCHASTIC in {each.rounding for each in recipe.products.operands()}:
-        sentence += " that it rounds to nearest; the noise of the others is not judged"
+def _judgements(report: RecipeReport) -> Iterator[Block]:
     if report.broken:
-        sentence += f", leaving out the infinities and NaN in {modules_named(report.broken)}"
-    if unserved:
-        sentence = f"flushes over 1% of an operand's L1 mass in {modules_named(unserved)}"
-    if unsuited:
-        rows, columns = report.modules[unsuited[0]]
-        sentence += (
-            f". Its kernels refuse {modules_named(unsuited)} ({columns} x {rows}): no multiples of {recipe.multiple}"
+        yield Line(
+            f"Operands of {modules_named(report.broken)} hold infinities or NaN; their blocks become NaN and are left out."
         )
-    return sentence
+    yield Items(tuple(Item(". ".join(_judgement(report, recipe)), recipe.title) for recipe in report.recipes))
+
+
+def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[str]:
+    """Yield the sentences on one recipe: its verdict, what its kernels refuse, and the GPU that it needs."""
+    fails, noise, worst = report.unserved(recipe), _noise(report, recipe), _worst(report, recipe)
+    if fails:
+        verdict = f"fails in {len(fails):,} of {_layers(report)}: {worst}"
+    else:
+        verdict = f"undecided: inputs and weights pass, {worst}" if noise else f"passes: {worst}"
+    if noise:
+        verdict += f"; gradients are rounded at random (noise up to {noise}), which is not judged"
+    yield verdict
+    refused = " and ".join(_refused(report, recipe))
+    if refused:
+        yield f"Its kernels refuse {refused}"
+    yield f"Needs cc {recipe.compute_capability}"
+
+
+def _refused(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[str]:
+    unsuited, uneven = report.unsuited(recipe), report.uneven(recipe)
+    if unsuited:
+        sizes = {size for module in unsuited for size in report.modules[module] if size % recipe.multiple}
+        yield f"{modules_named(unsuited)} ({_either(sizes)} is no multiple of {recipe.multiple})"
+    if uneven and not report.pads(recipe):
+        yield (
+            f"these batches (wgrad sums over {_either(uneven.values())} tokens in {number_of(len(uneven), 'layer')}, no "
+            f"multiple of {recipe.token_multiple})"
+        )
+
+
+def _worst(report: RecipeReport, recipe: TrainingRecipe) -> str:
+    """Return the largest share that an operand rounded to nearest loses, and where."""
+    worst = report.worst(recipe)
+    if worst is None:
+        return "nothing is rounded to nearest"
+    row, operand = worst
+    where = bracketed(modules_named([row.module]), row.product, operand.tensor)
+    return f"at worst {_share(operand)}{where if operand.loss.lost_l1_share >= _SMALL else ''}"
+
+
+def _noise(report: RecipeReport, recipe: TrainingRecipe) -> str:
+    """Return the largest noise of operands rounded at random; "" without any."""
+    place = report.recipes.index(recipe)
+    noises = [
+        each.loss.noise_to_signal for row in report.rows for each in row.cells[place].operands if each.is_stochastic
+    ]
+    return percent(math.sqrt(max(noises))) if noises else ""
+
+
+def _either(sizes: Iterable[int], limit: int = 3) -> str:
+    """Return the least sizes in words: "16 or 1,040"."""
+    return " or ".join(f"{size:,}" for size in sorted(set(sizes))[:limit])
 
 
 def _change(report: RecipeReport) -> Iterator[Block]:
-    recipe, of_engine = report.advised, report.best_of(TRANSFORMER_ENGINE)
-    alone = [name for name in report.not_linear if name not in report.experts]
-    if alone:
+    recipe, of_engine = report.advised, _by_engine(report)
+    yield from _of_others(report)
+    if recipe is None:
+        yield Line("As it is, the model has no layer that torchao would convert in these recipes.")
+    else:
         yield Line(
-            f"Converters leave {modules_named(alone)} as they are, since they are no torch.nn.Linear. To convert "
-            "one, replace it by an nn.Linear with the same bias and weight, which has the shape (outputs, inputs) there."
+            f"{_converts(report, recipe)}. {_as_many(report, recipe)}{_on_tokens(report, recipe)}Run this before FSDP and the "
+            "optimizer, then torch.compile the model:"
         )
-    if recipe is None and report.heads_and_routers:
-        yield Line("No layer is left to convert.")
-    if recipe is not None:
-        yield Line(f"{_converts(report, recipe)}{_as_many(report, recipe)}:")
         yield Code("\n".join(report.code(recipe)))
         yield from _in_torchtitan(report, recipe)
     if report.heads_and_routers:
         names = modules_named(report.heads_and_routers)
-        yield Line(f"Left in BF16 whatever flushing takes, as heads and routers are in published recipes: {names}.")
+        yield Line(
+            f"Heads and routers are not converted, whatever they lose, as published recipes leave them in BF16: {names}."
+        )
     yield from _of_experts(report)
-    if of_engine is None or (recipe is not None and report.converted(of_engine) <= report.converted(recipe)):
+    if of_engine is None:
         return
     yield Line(f"{_converts(report, of_engine)}, by TransformerEngine's modules under the same names:")
     yield Code("\n".join(report.code(of_engine, TRANSFORMER_ENGINE)))
@@ -189,37 +228,90 @@ def _change(report: RecipeReport) -> Iterator[Block]:
         yield Code("\n".join(config))
 
 
+def _by_engine(report: RecipeReport) -> TrainingRecipe | None:
+    """Return TransformerEngine's recipe that converts more layers than any of torchao's."""
+    recipe, of_engine = report.advised, report.best_of(TRANSFORMER_ENGINE)
+    if of_engine is None or (recipe is not None and report.converted(of_engine) <= report.converted(recipe)):
+        return None
+    return of_engine
+
+
+def _on_other_code(report: RecipeReport) -> Iterator[Block]:
+    others = [] if report.advised is None else _others(report, report.advised)
+    if others:
+        yield Line(f"Code for another recipe: print('\\n'.join(report.code('{others[-1].name}'))).")
+
+
+def _of_others(report: RecipeReport) -> Iterator[Block]:
+    """Yield how modules that are no nn.Linear become one."""
+    others = [name for name in report.not_linear if name not in (*report.experts, *report.conv1d)]
+    if others:
+        yield Line(
+            f"Converters take torch.nn.Linear alone, and leave {modules_named(others)}. To convert one, replace it by an "
+            "nn.Linear with its bias and its weight, transposed unless its shape is (outputs, inputs), and run this report again."
+        )
+    if report.conv1d:
+        yield Line(
+            f"Converters take torch.nn.Linear alone, and leave transformers' Conv1D: {modules_named(report.conv1d)}. Replace it "
+            "after the weights are loaded and before the optimizer is made, and run this report again:"
+        )
+        yield Code("\n".join(CONV1D_CODE))
+
+
 def _converts(report: RecipeReport, recipe: TrainingRecipe) -> str:
     return f"{recipe.title} covers {report.converted(recipe):,} of {_layers(report)}"
 
 
 def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
-    """Return which other recipes of torchao convert as many layers, in words; the first is advised."""
-    others = [
-        each.title
-        for each in report.recipes
-        if each != recipe and report.code(each) and report.converted(each) == report.converted(recipe)
-    ]
-    form = by_number(
-        len(others),
-        " ({} covers as many: flushing can't tell which is better)",
-        " ({} cover as many: flushing can't tell which is better)",
-    )
-    return filled(form, ", ".join(others))
+    """Return which other recipes of torchao convert as many layers, and why this one was chosen."""
+    others = [each.title for each in _others(report, recipe) if report.converted(each) == report.converted(recipe)]
+    form = by_number(len(others), "{} covers as many", "{} cover as many")
+    reason = "flushing can't tell which is better, so this is the first of the lowest cc. "
+    return filled(f"{form}: {reason}", ", ".join(others))
+
+
+def _others(report: RecipeReport, recipe: TrainingRecipe) -> list[TrainingRecipe]:
+    """Return the other recipes that convert a layer by torchao."""
+    return [each for each in report.recipes if each != recipe and report.code(each) and report.converted(each)]
+
+
+def _on_tokens(report: RecipeReport, recipe: TrainingRecipe) -> str:
+    """Return whether torchao's code for a recipe runs with these batches; "" if the tokens are unknown."""
+    uneven = report.uneven(recipe)
+    if report.pads(recipe):
+        return f"It pads wgrad's {_either(uneven.values())} tokens in these batches to multiples of {recipe.token_multiple}. "
+    if uneven:
+        return f"Its first backward raises an error until batches are padded to multiples of {recipe.token_multiple} tokens. "
+    kept = {*report.kept_wide(recipe), *report.not_linear}
+    counts = {tokens for module, tokens in report.tokens.items() if tokens and module not in kept}
+    return filled("Its kernels take these batches (wgrad sums over {} tokens). ", _either(counts))
 
 
 def _of_experts(report: RecipeReport) -> Iterator[Block]:
     """Yield how torchao converts the experts that are one parameter, by the first recipe for which it has code."""
-    recipe = next((each for each in report.recipes if report.expert_code(each)), None)
     if not report.experts:
         return
-    names = modules_named(report.experts)
-    if recipe is None:
-        yield Line(f"Converters of Linear layers leave the experts {names} as they are.")
+    start = f"Converters of nn.Linear leave the experts {modules_named(report.experts)}"
+    apart = next((function for function in report.functions.values() if not is_grouped(function)), None)
+    if apart is not None:
+        yield Line(
+            f"{start}, multiplied by torch's {apart or 'unknown function'} in these batches. torchao's code for experts changes "
+            "torch._grouped_mm alone. In transformers, model.set_experts_implementation('grouped_mm') selects it; then run this "
+            "report again."
+        )
         return
+    start += ", multiplied by torch._grouped_mm in these batches"
+    recipe = next((each for each in report.recipes if report.expert_code(each)), None)
+    tokens = max((report.uneven_experts(each) for each in report.recipes if each.name == "fp8-rowwise"), default=0)
+    if tokens:
+        start += f". An expert had {tokens:,} tokens: no multiple of 16, and torchao 0.18 can't pad them in FP8 rowwise"
+    if recipe is None:
+        yield Line(f"{start}.")
+        return
+    pads = "padded, " if report.uneven_experts(recipe) else ""
+    needs = {"fp8-rowwise": "9.0 or 10.0"}.get(recipe.name, recipe.compute_capability)
     yield Line(
-        f"Converters of Linear layers leave the experts {names} as they are. For them torchao has other code, to {recipe.title}. "
-        "Run it before the optimizer is made. Unless the model multiplies them by torch._grouped_mm, it has no effect:"
+        f"{start}. Run before the optimizer is made, this computes that product in {recipe.title} ({pads}cc {needs}):"
     )
     yield Code("\n".join(report.expert_code(recipe)))
 
@@ -236,17 +328,25 @@ def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Blo
 
 def _notes(report: RecipeReport) -> Iterator[str]:
     yield _NOT_JUDGED
-    yield _AFTERWARDS
-    for recipe in report.recipes:
-        if recipe.caveats:
-            yield (
-                f"Not simulated of {recipe.title}: {', '.join(recipe.caveats)}. A training may flush more or less than measured."
-            )
-    if report.broken:
-        yield f"Operands of {modules_named(report.broken)} hold infinities or NaN; their blocks become NaN and are left out."
+    by_torchao = report.advised is not None or any(map(report.expert_code, report.recipes))
+    libraries = [
+        *(("torchao 0.18",) if by_torchao else ()),
+        *(("TransformerEngine 2.20",) if _by_engine(report) else ()),
+    ]
+    if libraries:
+        yield (
+            f'The code is for {" and ".join(libraries)}. Afterwards, the report of "mpinspect run SCRIPT" states which products '
+            "are really computed in FP8 or FP4."
+        )
+    normal = [NORMAL[recipe.name] for recipe in report.recipes if recipe.name in NORMAL]
+    if normal:
+        yield f"Normally distributed values lose {', '.join(normal)}."
+    caveats = [f"of {recipe.title}, {', '.join(recipe.caveats)}" for recipe in report.recipes if recipe.caveats]
+    if caveats:
+        yield f"Not simulated: {'; '.join(caveats)}."
     if report.not_called:
         yield (
-            f"Not judged, since they were not called as modules or their outputs need no gradient: "
+            f"Neither judged nor converted, since they were not called as modules or their outputs need no gradient: "
             f"{modules_named(report.not_called)}."
         )
 
@@ -266,8 +366,9 @@ def _table(report: RecipeReport) -> Tables:
         cells = (_cell([row.cells[place] for row in group]) for place in range(len(report.recipes)))
         rows.append((Cell("" if layers == named else layers), Cell(product), *cells))
         named = layers
-    has_wide = any(cell.text == _WIDE for row in rows for cell in row)
-    return Tables((Table(columns, tuple(rows), ""),), ROWS, len(rows), _LEGEND + _WIDE_LEGEND * has_wide)
+    texts = [cell.text for row in rows for cell in row]
+    legend = _LEGEND + _NOISE_LEGEND * any("noise" in text for text in texts) + _WIDE_LEGEND * (_WIDE in texts)
+    return Tables((Table(columns, tuple(rows), ""),), ROWS, len(rows), legend)
 
 
 def _cell(cells: list[RecipeCell]) -> Cell:
@@ -285,12 +386,15 @@ def _cell(cells: list[RecipeCell]) -> Cell:
 
 
 def _figure(operand: OperandLoss) -> str:
+    if operand.loss.lost_l1_share < _SMALL:
+        return _share(operand)
+    return f"{_share(operand)} {operand.tensor}{'' if operand.is_served else '*'}"
+
+
+def _share(operand: OperandLoss) -> str:
     share = operand.loss.lost_l1_share
-    if share < _SMALL:
-        return percent(share)
     # Two digits would show a share just above the limit as the limit.
-    figure = percent(share) if operand.is_served or share > 1.05 * LOST_L1_TOLERANCE else f"{100 * share:.3g}%"
-    return f"{figure} {operand.tensor}{'' if operand.is_served else '*'}"
+    return percent(share) if operand.is_served or share > 1.05 * LOST_L1_TOLERANCE else f"{100 * share:.3g}%"
 
 
 # -- JSON ---------------------------------------------------------------------------------------------------------------
