@@ -408,8 +408,8 @@ BATCH = Measurement("examined-batch", "", 4, {"elements": 16.0, "rows": 1.0, "of
     ("events", "watched", "words"),
     [
         ([(4, True)], None, "The model's input was finite in all other steps."),
-        ([(4, True), (5, True), (9, True)], None, "The model's input was not finite in 2 further steps, too."),
-        ([(4, True), (9, True)], 10, "The model's input was not finite in 1 further step, too."),
+        ([(4, True), (5, True), (9, True)], None, "The model's input was not finite in 2 further steps."),
+        ([(4, True), (9, True)], 10, "The model's input was not finite in 1 further step."),
         # The weights may be broken, and hide the input.
         ([(4, True), (5, False)], None, "neither the model nor the precision made them."),
         ([(4, True)], 10, "neither the model nor the precision made them."),
