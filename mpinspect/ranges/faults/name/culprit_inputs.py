@@ -112,7 +112,7 @@ class _Batch(Sentences):
     TARGETS = (
         "In step {step} the targets hold infinities or NaNs{places}: neither the model nor the precision made them."
     )
-    ALSO = "The model's input was not finite in {further:count further step}, too."
+    ALSO = "The model's input was not finite in {further:count further step}."
     ALONE = "The model's input was finite in all other steps."
     LOOK = "Look at these samples and their preprocessing; leave them out or repair them before they reach the model."
     GOOD_BATCH = (
