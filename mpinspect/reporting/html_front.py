@@ -105,7 +105,7 @@ def front(
     if shown.headline:
         yield f'<p class="{shown.tone}">{escape(shown.headline)}</p>'
     if document.alarm:
-        yield f'<p class="alarm{" follows" if shown.headline else ""}">{escape(document.alarm)}</p>'
+        yield f'<p class="alarm{" follows" * bool(shown.headline)}">{escape(document.alarm)}</p>'
     for block in shown.verdict:
         yield from render(block, 1)
     yield from _findings(shown, escape)

@@ -374,7 +374,9 @@ class _Healthy(Sentences):
         "{healthy}: the precision needs no change. To measure the values that FP16 flushed, count a few batches' gradients in "
         "FP32 (autocast off)."
     )
-    KEEP_SCALER = "{healthy}: the precision needs no change. Keep the scaler: it skips a step that overflows, and lowers the scale."
+    KEEP_SCALER = (
+        "{healthy}: the precision needs no change. Keep the scaler: it skips steps that overflow, and lowers the scale."
+    )
     STATIC_LOWER = (
         "{healthy}. Take the loss scale {recommended:scale} next, or a GradScaler, which skips a step that overflows."
     )

@@ -209,7 +209,7 @@ class _Born(Sentences):
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     PLAIN = "y = {expression}"
     CAST = "with torch.autocast({device_type}, enabled=False):\n    y = {expression}"
-    AND_LAYERS = "    # here too: the layers that take y"
+    AND_LAYERS = "    # the operators that take y: here, too"
     CAST_BOTH = "with torch.autocast({device_type}, enabled=False):\n    x = {origin_expression}\n    y = {of_x}"
     UNCAST = "with torch.autocast({device_type}, enabled=False):\n    # x as it was before the cast\n    y = layer(x)"
     MASK_OF_THE_DTYPE = (
