@@ -91,7 +91,7 @@ def test_the_number_of_further_steps_follows_the_first_step():
     clipped[0] = Measurement("changed-while-scaled", "w", 2, {**figures, "factor": 0.0012}, ("w",))
     assert found("unscale-missing", *clipped, progress=progress).message == (
         "In step 2, and in 2 more of the few steps that are checked for this, the gradients were clipped while they were still "
-        "multiplied by the loss scale of 1024 (2^10): the result was 0.0012 times as large. The limit was meant for the true "
+        "multiplied by the loss scale of 1024 (2^10): clipping multiplied them by 0.0012. The limit was meant for the true "
         "gradients, smaller by that scale."
     )
 

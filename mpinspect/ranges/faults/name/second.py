@@ -425,7 +425,8 @@ class _Sum(Sentences):
     )
     IN_FP32 = "Add up in FP32: cast the terms before the sum, and its result afterwards."
     CAST = "total = {expression}"
-    CAST_INDEXED = "total = torch.zeros(n, dtype=torch.float32)\ntotal.index_add_(0, index, terms.float())"
+    CAST_INDEXED = "total = total.float().index_add(\n    0, index, terms.float()\n)"
+    CAST_PUT = "total = total.float().index_put(\n    index, terms.float(), accumulate=True\n)"
 
 
 def _sum_loses_terms(case: Case) -> Iterator[Found]:
@@ -438,9 +439,11 @@ def _sum_loses_terms(case: Case) -> Iterator[Found]:
     for lost in _by_place(case.recorded(LostSum), "error"):
         also, words = _gradients(lost)
         is_fault = also is not None or lost.error >= _MOST_OF_IT
-        is_indexed = lost.names[0].startswith(("index", "scatter", "_index", "embedding"))
-        fix, code = _Sum.IN_FP32.when(is_fault), (_Sum.CAST_INDEXED.when(is_indexed) or _Sum.CAST).when(is_fault)
-        yield _found(lost, (_Sum.LOSES, also), fix, code, words, is_mild=not is_fault)
+        operator = lost.names[0].strip("_")
+        code = _Sum.CAST_INDEXED.when(operator.startswith(("index", "scatter", "embedding"))) or _Sum.CAST
+        code = _Sum.CAST_PUT.when(operator.startswith("index_put")) or code
+        fix = _Sum.IN_FP32.when(is_fault)
+        yield _found(lost, (_Sum.LOSES, also), fix, code.when(is_fault), words, is_mild=not is_fault)
 
 
 class _Absorbed(Sentences):
