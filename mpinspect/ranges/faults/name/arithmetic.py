@@ -211,7 +211,8 @@ class _Whole(Sentences):
         "positions = torch.arange(\n"
         "    n, dtype=torch.float32, device=x.device\n"
         ")\n"
-        "angles = positions[:, None] * inv_freq.float()\n"
+        "inv_freq = inv_freq.float()\n"
+        "angles = positions[:, None] * inv_freq\n"
         "cos = angles.cos().to(dtype)\n"
         "sin = angles.sin().to(dtype)"
     )
