@@ -124,7 +124,7 @@ def test_the_number_of_further_steps_follows_the_first_step():
     clipped[0] = Measurement("changed-while-scaled", "w", 2, {**figures, "factor": 0.0012}, ("w",))
     assert found("unscale-missing", *clipped, progress=progress).message == (
         "In step 2, and in 2 more of the few steps that are checked for this, the gradients were clipped while they were still "
-        "multiplied by the loss scale of 1024 (2^10): the result was 0.0012 times as large. The limit was meant for the true "
+        "multiplied by the loss scale of 1024 (2^10): clipping multiplied them by 0.0012. The limit was meant for the true "
         "gradients, smaller by that scale."
     )
 
@@ -153,6 +153,31 @@ def test_all_tensors_with_the_largest_share_of_lost_updates_are_named():
     layers = {weight("w"): FINE} | dict(zip(keys, map(updates, (100, 100, 50, 100)), strict=True))
     message = found("updates-lost", layers=layers).message
     assert message.endswith("; 100% in 'a', 'b', 'd'.")
+
+
+@pytest.mark.parametrize(
+    ("lost", "weights", "sampled", "is_error"),
+    [
+        (99, {"bfloat16": 10}, 5, True),
+        (98, {"bfloat16": 10}, 5, False),
+        (99, {"bfloat16": 10}, 4, False),
+        (99, {"bfloat16": 10, "float32": 10}, 5, False),
+    ],
+)
+def test_a_loss_of_nearly_all_updates_is_an_error(lost, weights, sampled, is_error):
+    window = window_of(FINE, 10)
+    update = type(window)(FINE, 10, lost_updates={"bfloat16": LostUpdates(lost, 100, True)})
+    layers = {weight("w"): FINE, TensorKey("w", "update"): update}
+    others = {"layers": layers, "precision": Precision(weights), "progress": Progress(STEPS, sampled, 0, STEPS, True)}
+    finding = found("updates-lost", **others)
+    assert finding.severity == ("error" if is_error else "warning")
+    assert finding.message.endswith(" the model hardly trains.") is is_error
+    constant = Measurement("second-constant", "", 1, {}, ("rsub", "train.py:27", "step of SmallAdam"), "bfloat16")
+    cause = found("constant-is-one", constant, **others)
+    assert cause.severity == finding.severity
+    assert cause.message.endswith(" the model hardly trains.") is is_error
+    consequence = found("updates-lost", constant, **others)
+    assert (consequence.severity, consequence.fix) == (("info", "") if is_error else ("warning", finding.fix))
 
 
 def test_all_buffers_of_the_first_broken_module_are_named():
@@ -416,8 +441,8 @@ BATCH = Measurement("examined-batch", "", 4, {"elements": 16.0, "rows": 1.0, "of
     ("events", "watched", "words"),
     [
         ([(4, True)], None, "The model's input was finite in all other steps."),
-        ([(4, True), (5, True), (9, True)], None, "The model's input was not finite in 2 further steps, too."),
-        ([(4, True), (9, True)], 10, "The model's input was not finite in 1 further step, too."),
+        ([(4, True), (5, True), (9, True)], None, "The model's input was not finite in 2 further steps."),
+        ([(4, True), (9, True)], 10, "The model's input was not finite in 1 further step."),
         # The weights may be broken, and hide the input.
         ([(4, True), (5, False)], None, "neither the model nor the precision made them."),
         ([(4, True)], 10, "neither the model nor the precision made them."),
