@@ -173,13 +173,13 @@ class _Rate(Sentences):
         "See that the schedule, or the factor that multiplies the initial learning rate, is not 0 from the start."
     )
     ONE_STEP = (
-        "total_steps = epochs * math.ceil(len(loader) / accumulation_steps)  # for the scheduler\n"
-        "if (number + 1) % accumulation_steps == 0 or number + 1 == len(loader):\n"
+        "# per update, not per micro-batch\n"
+        "if (number + 1) % accumulation_steps == 0:\n"
         "    optimizer.step()\n"
         "    scheduler.step()\n"
         "    optimizer.zero_grad()"
     )
-    READ = 'print([group["lr"] for group in optimizer.param_groups])'
+    READ = 'for group in optimizer.param_groups:\n    print(group["lr"])'
 
 
 def _rate_is_zero(case: Case) -> Iterator[Found]:
@@ -301,7 +301,7 @@ class _Zeroed(Sentences):
     COPY_LOOP = "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float()\noptimizer.step()"
     ZERO_AFTER_STEP = (
         "for micro_batch in micro_batches:\n"
-        "    loss_of(micro_batch).backward()  # adds to .grad\n"
+        "    loss_of(micro_batch).backward()\n"
         "optimizer.step()\noptimizer.zero_grad()"
     )
 
