@@ -42,6 +42,11 @@ def event(step, phase="backward", **others):
     return Event(step, 0, phase, "fc", fields.pop("what", "activation"), "fc", "nan", **fields)
 
 
+def broken_alike(step):
+    figures = {"elements": 1.0, "of": 4.0, "from_finite": 1.0}
+    return Measurement("second-broken-alike", "fc", step, figures, ("sqrt", "train.py:3", "backward", ""))
+
+
 @pytest.mark.parametrize(
     ("squares", "not_finite", "words"),
     [
@@ -70,6 +75,34 @@ def test_the_sentence_on_a_norm_names_the_overflowing_quantity(squares, not_fini
     assert finding.message.startswith("In step 3 the gradients that the optimizer was given were zeros: ")
     assert ("clip_grad_norm_" in finding.code) is bool(not_finite)
     assert ("GradScaler that begins below 1" in finding.fix) is bool(not_finite)
+
+
+@pytest.mark.parametrize(
+    ("ledger", "measurements", "is_norm"),
+    [
+        ({"weights": {"float32": 9}, "outputs": ("float32",)}, (), False),
+        ({"weights": {"float32": 9}, "autocast": ("bfloat16",), "outputs": ("bfloat16",)}, (), False),
+        ({"weights": {"float32": 9}, "outputs": ("float32", "float16")}, (), True),
+        ({"weights": {"float16": 9}, "outputs": ("float16",)}, (), True),
+        ({"weights": {"float16": 9}}, [broken_alike(step=3)], False),
+        ({"weights": {"float16": 9}}, [broken_alike(step=5)], True),
+    ],
+    ids=["FP32", "BF16", "FP16 in part", "FP16", "FP16, broken in FP32 too", "FP16, broken later"],
+)
+def test_no_norm_is_to_blame_for_gradients_that_a_wider_format_would_not_make_finite(ledger, measurements, is_norm):
+    figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": 1e3, "not_finite": 1.0}
+    changed = Measurement("changed-before-step", "w", 3, figures, ("w",))
+    session = session_of(
+        {weight("w"): FINE},
+        progress=Progress(STEPS, STEPS, 0, STEPS, True),
+        measurements=(changed, *measurements),
+        precision=Precision(**ledger),
+        events=(event(3),),
+    )
+    ids = {finding.id for finding in analyse(session).findings if finding.severity != "info"}
+    assert ("gradients-clipped-to-zero" in ids) is is_norm
+    # Each way the infinities and NaNs have a cause.
+    assert ids & {"non-finite-event", "breaks-in-fp32-too", "gradients-clipped-to-zero"}
 
 
 def test_the_suggested_code_computes_the_norm_in_float32():
