@@ -639,17 +639,20 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 @dataclass(frozen=True, kw_only=True)
 class FlushedResult(Record, kind="second-flushed"):
-    """An FP16 result of an optimizer's step, or one that a tensor takes which persists, most of whose elements are flushed.
+    """An FP16 result of an optimizer's step, or one that a tensor takes which persists, most of whose elements are flushed; or
+    a cast to FP8.
 
     Args:
         flushed: the share of the results that are zero, of those that are not in FP32, 0..1.
         elements: the number of results that are not zero in FP32.
         largest: the largest exact magnitude that became zero.
+        times: how many casts at one line these are the figures of.
     """
 
     flushed: float
     elements: float
     largest: float
+    times: float = 1
 
 
 @dataclass(frozen=True, kw_only=True)
