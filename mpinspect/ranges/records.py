@@ -668,11 +668,13 @@ class FrozenBuffer(Record, kind="second-buffer"):
         unchanged: the share of elements, of those to which something other than 0 was added, that did not change, 0..1.
         times: how many additions at one line these are the figures of.
         is_weight: whether it is a weight that no optimizer steps.
+        rounded: the error of the step's change, relative to the exact change, of a decaying average that does change; else None.
     """
 
     unchanged: float
     times: float = 1
     is_weight: bool = False
+    rounded: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,7 @@ class DividedGradients:
         """
         if isinstance(given[1], torch.Tensor) and given[1].numel() != 1:
             return
-        gradient, factor = given[0], _factor(name, given[1])
+        gradient, factor = given[0], factor_of(name, given[1])
         if gradient.dtype is not torch.float16 or after.dtype is not torch.float16 or (factor and factor >= 1):
             return
         if self._names is None:
@@ -107,9 +107,9 @@ class DividedGradients:
         return []
 
 
-def _factor(name: str, value: Any) -> float | None:
-    """Return the number by which a product multiplies; None if it is unknown without waiting for a device."""
-    if isinstance(value, torch.Tensor) and not value.is_cpu:
+def factor_of(name: str, value: Any) -> float | None:
+    """Return the number by which a product multiplies; None if it is none, or unknown without waiting for a device."""
+    if isinstance(value, torch.Tensor) and not (value.is_cpu and value.numel() == 1):
         return None
     if not isinstance(value, (torch.Tensor, int, float)):
         return None

@@ -422,7 +422,7 @@ class SecondComputation:
         if pending.node is None and _is_in_forward():
             self._follow_flushed(pending, value, local)
             if is_rounded:
-                self._compare_kept(pending, value, local)
+                self._compare_kept(pending, value, twin, local)
         if operator in SUMS and value.dtype in NARROW:
             self._compare_sum(pending, value, local())
         if _is_in_forward():
@@ -473,12 +473,15 @@ class SecondComputation:
         describe = partial(self._record, pending=pending, result=value, text=passed_through(value.dtype))
         self._flushes.cast(value, source, lambda kind, **figures: _at_its_line(describe(kind, **figures)))
 
-    def _compare_kept(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
+    def _compare_kept(
+        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
+    ) -> None:
         """Judge a change of a tensor that persists from step to step."""
         args, operator = pending.given[0], pending.func.overloadpacket
         if arrives(operator, args, value.dtype):
             return
         describe = partial(self._record, pending=pending, result=value)
+        self._kept.averaged(operator, args, pending.old, (value, twin), describe)
         if pending.old is not None and self._kept.keeps(args[0]):
             before, change = _operands(pending, local())
             self._kept.changed(value, before, change, describe)
@@ -635,7 +638,7 @@ class SecondComputation:
     def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         """Record a result that is mostly the error of its inputs."""
         inherited = _relative(value, twin)
-        if not inherited >= _CANCELLED:
+        if not inherited >= _CANCELLED or self._kept.is_compensated(value):
             return
         before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
         if before <= _UNCANCELLED:

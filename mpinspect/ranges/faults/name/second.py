@@ -501,6 +501,11 @@ class _Kept(Sentences):
         "In step {step}, in {place}, {changes} leave {unchanged:percent} of the state {buffer!r} as it was, which is in "
         "{dtype:format}: they change it by less than half a unit in the last place of its values."
     )
+    ROUNDED = (
+        "In step {step}, in {place}, {whose} is mostly rounding, as in a moving average in {dtype:format} whose decay is near 1: "
+        "the error of its operators together is {rounded:.3g} times the exact change, and {unchanged:percent} of the elements "
+        "are as before."
+    )
     STATE_IN_FP32 = (
         "Keep this state in FP32. Optimizer.load_state_dict casts states to the dtype of their parameter: cast them back after "
         "loading."
@@ -534,7 +539,7 @@ _SCALING = {"mul": "multiplications", "div": "divisions", "pow": "powers", "lerp
 
 def _sum_stops(case: Case) -> Iterator[Found]:
     """A moving average, running sum, counter or schedule in 16 bits, an optimizer's state, or a weight that the loop changes,
-    that no longer changes or will not for long.
+    that no longer changes, or will not for long, or whose change in a step is mostly rounding.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
@@ -559,15 +564,20 @@ def _sum_stops(case: Case) -> Iterator[Found]:
         says = _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS
         if buffer and _optimizer_of(frozen):
             says, fix, code = _Kept.STATE_STOPS, _Kept.STATE_IN_FP32, _Kept.STATE
+        sort = ("buffer", "weight")[frozen.is_weight]
+        whose = "the change of a tensor that persists from step to step"
+        if buffer:
+            whose = f"the change of the {'state' if _optimizer_of(frozen) else sort} {buffer!r}"
         words = {
+            "whose": whose,
             "buffer": buffer,
-            "sort": ("buffer", "weight")[frozen.is_weight],
+            "sort": sort,
             "name": buffer.rpartition(".")[2],
             "path": quoted(buffer),
             "changes": changes,
             "such_as": ("a moving average", "a schedule or a decaying average")[is_scaled],
         }
-        yield _found(frozen, says, fix, code, words)
+        yield _found(frozen, _Kept.ROUNDED.when(frozen.rounded) or says, fix, code, words)
     stopped = {frozen.names[:2] for frozen in case.recorded(FrozenBuffer)}
     for growing in _by_place(case.recorded(GrowingSum), "total"):
         left = (growing.stops_at - growing.total) / growing.term
