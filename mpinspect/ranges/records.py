@@ -660,17 +660,20 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 @dataclass(frozen=True, kw_only=True)
 class FlushedResult(Record, kind="second-flushed"):
-    """An FP16 result of an optimizer's step, or one that a tensor takes which persists, most of whose elements are flushed.
+    """An FP16 result of an optimizer's step, or one that a tensor takes which persists, most of whose elements are flushed; or
+    a cast to FP8.
 
     Args:
         flushed: the share of the results that are zero, of those that are not in FP32, 0..1.
         elements: the number of results that are not zero in FP32.
         largest: the largest exact magnitude that became zero.
+        times: how many casts at one line these are the figures of.
     """
 
     flushed: float
     elements: float
     largest: float
+    times: float = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -686,11 +689,13 @@ class FrozenBuffer(Record, kind="second-buffer"):
         unchanged: the share of elements, of those to which something other than 0 was added, that did not change, 0..1.
         times: how many additions at one line these are the figures of.
         is_weight: whether it is a weight that no optimizer steps.
+        rounded: the error of the step's change, relative to the exact change, of a decaying average that does change; else None.
     """
 
     unchanged: float
     times: float = 1
     is_weight: bool = False
+    rounded: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -217,3 +217,77 @@ def test_flushed_squares_are_a_warning_while_the_weights_stay():
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 0.01), (torch.bfloat16, 0.01), (torch.float16, 1e4)])
 def test_states_that_hold_their_squares_are_no_fault(dtype, size):
     assert "moments-flushed" not in of_small_adam(dtype, size=size)
+
+
+class Cast(torch.autograd.Function):
+    """A cast to FP8 of the gradient alone, with or without a scale."""
+
+    @staticmethod
+    def forward(ctx, x, dtype, is_scaled):
+        ctx.dtype, ctx.is_scaled = dtype, is_scaled
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        scale = 256 / gradient.abs().amax() if ctx.is_scaled else 1.0
+        return (gradient * scale).to(ctx.dtype).float() / scale, None, None
+
+
+class CastHead(nn.Module):
+    def __init__(self, dtype, is_scaled):
+        super().__init__()
+        self.layer, self.dtype, self.is_scaled = nn.Linear(8, 4), dtype, is_scaled
+
+    def forward(self, x):
+        return Cast.apply(self.layer(x), self.dtype, self.is_scaled)
+
+
+def cast(dtype=torch.float8_e4m3fn, *, is_scaled=False, size=1e-5, spread=0.0, head=CastHead):
+    """Train a model whose last gradients, about ``size``, are cast; ``spread``: the size of one row's, the rest is smaller."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), head(dtype, is_scaled))
+    weights = torch.full((16, 1), size)
+    weights[0] += spread
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for _ in range(12):
+            optimizer.zero_grad()
+            (model(torch.randn(16, 8)).sin() * weights).sum().backward()
+            optimizer.step()
+    return by_id(inspector)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "named"),
+    [(torch.float8_e4m3fn, 1e-5, "FP8 E4M3"), (torch.float8_e5m2, 1e-7, "FP8 E5M2")],
+)
+def test_a_cast_to_fp8_that_leaves_zeros_is_named_with_its_line(dtype, size, named):
+    found = cast(dtype, size=size)["operator-flushes"]
+    assert (found.severity, found.step, found.certainty) == ("warning", 1, "measured")
+    assert found.evidence["line"].startswith("test_flushed.py:")
+    assert f"in the backward of Cast ({found.evidence['line']}), a cast to {named} flushes 100% of 64 " in found.message
+    assert str(dtype) in found.code
+
+
+def test_the_gradient_of_a_cast_in_the_forward_is_cast_to_fp8_too():
+    class Rounded(CastHead):
+        def forward(self, x):
+            return self.layer(x).to(self.dtype).float()
+
+    found = cast(head=Rounded)["operator-flushes"]
+    assert "in the backward of " in found.message
+    assert found.evidence["line"] == ""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"is_scaled": True},
+        {"size": 0.1},
+        # One row has most of the sum: the scale is right, and the others are negligible.
+        {"is_scaled": True, "size": 1e-9, "spread": 1.0},
+    ],
+    ids=["scaled", "large", "one large row"],
+)
+def test_a_cast_to_fp8_that_leaves_the_large_values_is_not_reported(given):
+    assert "operator-flushes" not in cast(**given)

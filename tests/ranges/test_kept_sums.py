@@ -25,12 +25,71 @@ class Kept:
         self.model, self.dtype = model, dtype
         self.average = copy.deepcopy(model).to(dtype).requires_grad_(False)
         self.total = torch.zeros((), dtype=dtype)
+        self.shadow = {name: value.clone() for name, value in self.average.state_dict().items()}
+        self.lost = [torch.zeros_like(each) for each in self.average.parameters()]
         self.step = 0
 
     @torch.no_grad()
     def multiplied(self, loss, decay=0.998):
         for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
             mine.mul_(decay).add_(its.to(mine.dtype), alpha=1 - decay)
+
+    @torch.no_grad()
+    def in_small_steps(self, loss, decay=0.995):
+        """Both operators change most elements, by one unit in the last place: together they do not."""
+        self.multiplied(loss, decay)
+
+    @torch.no_grad()
+    def divided(self, loss):
+        for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            mine.div_(1 / 0.99).add_(its.to(mine.dtype), alpha=0.01)
+
+    @torch.no_grad()
+    def replaced(self, loss, decay=0.995):
+        for name, value in self.model.state_dict().items():
+            new = (1 - decay) * value.to(self.dtype) + decay * self.shadow[name]
+            self.shadow[name] = new.clone()
+
+    @torch.no_grad()
+    def copied(self, loss, decay=0.995):
+        for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            mine.copy_(decay * mine + (1 - decay) * its.to(mine.dtype))
+
+    @torch.no_grad()
+    def towards_another_model(self, loss, decay=0.995):
+        """The target is far away, so that the exact change is larger than a unit in the last place."""
+        for mine in self.average.parameters():
+            mine.mul_(decay).add_(torch.full_like(mine, 4.0), alpha=1 - decay)
+
+    @torch.no_grad()
+    def with_momentum(self, loss):
+        for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            mine.mul_(0.9).add_(its.to(mine.dtype), alpha=0.1)
+
+    @torch.no_grad()
+    def rounded_at_random(self, loss, decay=0.995):
+        for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            exact = mine.float().mul_(decay).add_(its, alpha=1 - decay)
+            bits = exact.view(torch.int32) + torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32)
+            mine.copy_((bits & -65536).view(torch.float32))
+
+    @torch.no_grad()
+    def compensated(self, loss, decay=0.995):
+        """Kahan summation of the average's changes."""
+        for mine, its, lost in zip(self.average.parameters(), self.model.parameters(), self.lost, strict=True):
+            lost.add_(((its - mine.float() - lost.float()) * (1 - decay)).to(mine.dtype))
+            before = mine.clone()
+            mine.add_(lost)
+            lost.add_(before.sub_(mine))
+
+    @torch.no_grad()
+    def computed_anew(self, loss):
+        for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            mine.mul_(0).add_(its.to(mine.dtype)).mul_(0.999).add_(its.to(mine.dtype), alpha=0.001)
+
+    def multiplied_within_the_step(self, loss):
+        copies = [each.detach().to(self.dtype) for each in self.model.parameters()]
+        self.seen = [each.mul_(0.995).add_(each, alpha=0.005) for each in copies]
 
     @torch.no_grad()
     def interpolated(self, loss):
@@ -115,6 +174,17 @@ def test_an_average_that_its_updates_do_not_change_is_named_with_its_line(after)
     assert ".float()" in finding.code
 
 
+@pytest.mark.parametrize("after", ["in_small_steps", "divided", "replaced", "copied"])
+def test_an_average_whose_operators_together_round_its_change_away_is_named(after):
+    finding = findings(after, steps=7)["buffer-stops-changing"]
+    assert (finding.severity, finding.step, finding.certainty) == ("warning", 1, "measured")
+    assert finding.evidence["line"].startswith("test_kept_sums.py:")
+    assert finding.evidence["rounded"] > 0.5
+    assert finding.evidence["times"] >= 2
+    assert "mostly rounding" in finding.message
+    assert "average.lerp_" in finding.code
+
+
 @pytest.mark.parametrize("after", ["summed", "summed_in_place", "counted"])
 def test_a_sum_that_will_stop_within_the_run_is_a_warning(after):
     finding = findings(after, steps=1200)["buffer-stops-changing"]
@@ -148,6 +218,14 @@ def test_a_sum_stops_where_it_is_said_to():
         ("fast", BF16),
         ("at_its_target", BF16),
         ("averaged", BF16),
+        ("in_small_steps", torch.float32),
+        ("replaced", torch.float32),
+        ("towards_another_model", BF16),
+        ("with_momentum", BF16),
+        ("rounded_at_random", BF16),
+        ("compensated", BF16),
+        ("computed_anew", BF16),
+        ("multiplied_within_the_step", BF16),
         ("summed_for_20_steps", BF16),
         ("summed_within_the_step", BF16),
         ("weights_by_hand", BF16),

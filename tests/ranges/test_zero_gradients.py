@@ -139,6 +139,61 @@ def test_a_backward_that_casts_to_fp8_without_a_scale_is_named(factor, is_told):
         assert "float8_e5m2" in finding.code
 
 
+class Residual(nn.Module):
+    """Two blocks beside a skip connection; ``layer`` makes the second layer of each."""
+
+    def __init__(self, layer):
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), layer()) for _ in range(2))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Gate(nn.Module):
+    """A layer whose input is zero as long as no condition is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.layer(torch.zeros_like(x))
+
+
+def test_layers_amid_the_model_that_lose_their_gradients_are_a_warning():
+    report = train(
+        Residual(lambda: NarrowLinear(8, 8)), lambda model, x: model(x).square().mean() * 1e-7, lr=1.0, steps=20
+    )
+    (finding,) = named(report)
+    assert (finding.severity, finding.certainty) == ("warning", "inferred")
+    # The weights that lose the gradient, and the layers before them, whose biases get none either.
+    assert finding.evidence["names"] == [
+        *(f"blocks.{block}.{name}" for block in (0, 1) for name in ("0.weight", "0.bias", "2.weight"))
+    ]
+    assert "arrive at the output of 'blocks.{0..1}.2'" in finding.message
+    assert "FP8 E5M2" in finding.message
+    assert report.verdict.healthy is False
+
+
+def test_one_layer_whose_input_is_zero_is_no_alarm():
+    report = train(nn.Sequential(Gate(), nn.Linear(8, 4)), lambda model, x: model(x).square().mean(), steps=20)
+    assert named(report) == []
+
+
+def test_blocks_that_begin_at_zero_are_silent_in_the_first_step_alone():
+    def zeros():
+        layer = nn.Linear(8, 8)
+        nn.init.zeros_(layer.weight)
+        return layer
+
+    assert named(train(Residual(zeros), lambda model, x: (model(x) - 1).square().mean(), steps=20)) == []
+
+
 def test_a_dead_relu_is_not_taken_for_a_cast():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -26,6 +27,9 @@ from mpinspect.runtime.user_line import innermost_line
 _LEAST_LOST = 0.01
 #: The least share of an operator's non-zero results whose loss is recorded.
 _MOSTLY = 0.5
+#: The least share of the non-zero values whose loss in a cast to FP8 is recorded, and the least share of their sum of
+#: magnitudes: with a scale, the largest values survive.
+_NEARLY_ALL, _MOST_OF_SUM = 0.9, 0.5
 #: Maximum number of parameters in a record.
 _MOST_NAMES = 200
 #: Maximum number of nodes of a graph that are searched for FP16.
@@ -78,7 +82,7 @@ class DividedGradients:
         """
         if isinstance(given[1], torch.Tensor) and given[1].numel() != 1:
             return
-        gradient, factor = given[0], _factor(name, given[1])
+        gradient, factor = given[0], factor_of(name, given[1])
         if gradient.dtype is not torch.float16 or after.dtype is not torch.float16 or (factor and factor >= 1):
             return
         if self._names is None:
@@ -103,9 +107,9 @@ class DividedGradients:
         return []
 
 
-def _factor(name: str, value: Any) -> float | None:
-    """Return the number by which a product multiplies; None if it is unknown without waiting for a device."""
-    if isinstance(value, torch.Tensor) and not value.is_cpu:
+def factor_of(name: str, value: Any) -> float | None:
+    """Return the number by which a product multiplies; None if it is none, or unknown without waiting for a device."""
+    if isinstance(value, torch.Tensor) and not (value.is_cpu and value.numel() == 1):
         return None
     if not isinstance(value, (torch.Tensor, int, float)):
         return None
@@ -123,6 +127,8 @@ class Flushes:
         self.all: list[FlushedResult] = []
         #: The records of those that a tensor which persists has taken.
         self.taken: list[FlushedResult] = []
+        #: The records of casts to FP8, by line.
+        self.casts: dict[str, FlushedResult] = {}
         #: The flushed results, and those computed from them, by storage.
         self._of: dict[int, tuple[StorageWeakRef, FlushedResult]] = {}
 
@@ -143,6 +149,28 @@ class Flushes:
             record = describe(FlushedResult, flushed=lost / of, elements=float(of), largest=largest)
             self.all.append(record)
             self._of[storage_key(value)] = reference(value), record
+
+    def cast(self, value: torch.Tensor, source: torch.Tensor, describe: Callable[..., FlushedResult]) -> None:
+        """Judge a cast of a tensor to FP8; arguments as of ``made``. Waits for the device."""
+        is_lost = (value.float() == 0) & (source != 0)
+        lost, of = int(is_lost.sum()), int(torch.count_nonzero(source))
+        if not lost or lost < _NEARLY_ALL * of:
+            return
+        sizes = source.detach().float().abs()
+        flushed = sizes * is_lost
+        if float(flushed.sum()) >= _MOST_OF_SUM * float(sizes.sum()):
+            record = describe(FlushedResult, flushed=lost / of, elements=float(of), largest=float(flushed.max()))
+            line = record.names[1]
+            known = self.casts.get(line, replace(record, flushed=0.0, elements=0.0, times=0.0))
+            elements = known.elements + of
+            self.casts[line] = replace(
+                known,
+                name=known.name if known.name == record.name else "",
+                flushed=(known.flushed * known.elements + lost) / elements,
+                elements=elements,
+                largest=max(known.largest, record.largest),
+                times=known.times + 1,
+            )
 
     def passed_on(self, given: Iterable[Any], value: torch.Tensor, is_kept: bool) -> None:
         """Follow flushed values from an operator's arguments into its result, which persists from step to step or not."""

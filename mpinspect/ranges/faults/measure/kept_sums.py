@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.faults.measure.twins import reference, storage_key
+from mpinspect.ranges.faults.measure.flushed import factor_of
+from mpinspect.ranges.faults.measure.twins import distance, reference, storage_key
 from mpinspect.ranges.records import FrozenBuffer, GrowingSum, Record
 
 aten = torch.ops.aten
@@ -32,6 +33,10 @@ CHANGING_IN_PLACE = frozenset(
     }
 )
 CHANGING = frozenset({aten.mul, aten.div, aten.lerp, aten.addcmul, aten.addcdiv, aten.pow})
+#: Operators that decay a tensor, and those that add new values to it afterwards.
+_DECAYING = frozenset({aten.mul, aten.mul_, aten.div, aten.div_})
+_ADDING = frozenset({aten.add, aten.add_, aten.sub, aten.sub_, aten.addcmul, aten.addcmul_, aten.clone})
+_DIFFERENCES = frozenset({aten.sub, aten.sub_, aten.rsub})
 _CARRYING = _BOUNDING | CHANGING | {aten.add, aten.sub, aten.clone}
 #: The least share of elements that an operator leaves unchanged, of those that it changes in FP32.
 _UNCHANGED = 0.5
@@ -43,6 +48,32 @@ _ROUNDED = 0.25
 _NEAR = 2.0**-4
 
 _Describe = Callable[..., Any]
+_Both = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Net(NamedTuple):
+    """The change of a kept tensor by several operators, of which the first one decays it.
+
+    Args:
+        kept, new: the tensor, and its last result, which may replace it.
+        before: the values before the first operator.
+        key: of the kept tensor's storage.
+        record: at the last operator; None before a second one.
+        off, change: norms of the error and of the exact change.
+    """
+
+    kept: StorageWeakRef
+    new: StorageWeakRef
+    key: int
+    before: torch.Tensor
+    record: FrozenBuffer | None = None
+    off: float = 0.0
+    change: float = 0.0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether most of the change is rounding errors; a tensor that stays as it is has an error of the change's size."""
+        return self.off >= _UNCHANGED * self.change
 
 
 class _Frozen(NamedTuple):
@@ -74,12 +105,19 @@ class KeptSums:
         self._frozen: defaultdict[str, dict[int, FrozenBuffer]] = defaultdict(dict)
         #: The same, not in place: by the new tensor's storage.
         self._replacing: dict[int, _Frozen] = {}
-        self._growing: list[tuple[StorageWeakRef, GrowingSum]] = []
+        self._growing: list[tuple[StorageWeakRef, int, GrowingSum]] = []
+        #: Storages that this step has changed, neither made nor filled anew.
+        self._changed: set[int] = set()
+        #: Sums whose rounding errors the script itself computes, and these errors.
+        self._compensated: set[int] = set()
+        #: The changes of decaying averages, by the storage of the last result.
+        self._nets: dict[int, _Net] = {}
 
     def ran(self, func: Any, args: tuple[Any, ...], results: Iterable[torch.Tensor]) -> None:
         """Remember the storages that an operator has made, filled anew, or weighed."""
         results = list(results)
         self._follow(func.overloadpacket, args, results)
+        self._follow_errors(func.overloadpacket, args, results)
         if not func._schema.is_mutable:
             made = set(map(storage_key, results))
             is_moved = func.overloadpacket in _MOVING and args and all(map(self.is_old, _tensors(args[0])))
@@ -88,7 +126,8 @@ class KeptSums:
             self._moved -= made
             if is_moved:
                 self._moved |= made
-        elif func.overloadpacket in _REPLACING:
+        elif func.overloadpacket in _REPLACING or (func.overloadpacket is aten.mul_ and factor_of("mul", args[1]) == 0):
+            self._net_replaced(func.overloadpacket, args)
             self._other.add(storage_key(args[0]))
             self._moved.discard(storage_key(args[0]))
         elif func.overloadpacket in _WEIGHING:
@@ -96,7 +135,7 @@ class KeptSums:
 
     def _follow(self, operator: Any, args: tuple[Any, ...], results: list[torch.Tensor]) -> None:
         """Follow tensors that were left unchanged into a copy and out of a bound, at which they rightly stay."""
-        keys = [storage_key(each) if isinstance(each, torch.Tensor) else 0 for each in args[:2]]
+        keys = list(map(_key, args[:2]))
         if operator in _BOUNDING_IN_PLACE and _is_at_bound(args[0], args[1:]):
             self._replacing.pop(keys[0], None)
             for each in self._frozen.values():
@@ -112,6 +151,21 @@ class KeptSums:
             is_bound = operator in _BOUNDING and _is_at_bound(results[0], others)
             if not is_bound and (operator not in CHANGING or _mostly(results[0] == args[place])):
                 self._replacing[storage_key(results[0])] = found._replace(new=reference(results[0]))
+
+    def _follow_errors(self, operator: Any, args: tuple[Any, ...], results: list[torch.Tensor]) -> None:
+        """Follow the error of a compensated sum (Kahan's): a difference of an old copy and the sum that another one keeps."""
+        keys, made = set(map(_key, args[:2])), set(map(storage_key, results))
+        sums = keys & self._changed
+        if operator in _DIFFERENCES and sums and keys & self._moved:
+            self._compensated |= made | sums
+        elif operator in CHANGING_IN_PLACE and keys & self._compensated:
+            self._compensated |= made
+        elif not made <= keys:
+            self._compensated -= made
+
+    def is_compensated(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a sum whose rounding errors the script computes, or has these errors."""
+        return storage_key(tensor) in self._compensated
 
     def keeps(self, tensor: Any) -> bool:
         """Return whether an operand is a tensor that is older than the step, and neither a weight nor a gradient."""
@@ -129,6 +183,7 @@ class KeptSums:
             describe: makes a record of a class at this line, with figures.
         """
         key = storage_key(value)
+        self._changed.add(key)
         if record := self._unchanged(value, before, change, key, describe):
             known = self._frozen[record.names[1]].get(key)
             # Of several operators at a line, such as `mul_` and `add_`, the last one decides.
@@ -172,7 +227,61 @@ class KeptSums:
             unit = eps * 2.0 ** math.floor(math.log2(total))
             record = describe(GrowingSum, total=total, term=size, unit=unit, stops_at=2 * size / eps)
             named = replace(record, names=(*record.names, self._names.get(storage_key(value), "")))
-            self._growing.append((reference(value), named))
+            self._growing.append((reference(value), storage_key(value), named))
+
+    def averaged(
+        self, operator: Any, args: tuple[Any, ...], old: torch.Tensor | None, values: _Both, describe: _Describe
+    ) -> None:
+        """Judge the change of a decaying average by all operators so far. Waits for the device.
+
+        Args:
+            old: the first argument's old values, if the operator overwrites them.
+            values: the result, and the exact one of all arithmetic of the step.
+        """
+        value, twin = values
+        net = next((self._nets[key] for each in args[:2] if (key := _key(each)) in self._nets), None)
+        if net is not None and operator in _ADDING and net.before.shape == value.shape:
+            off, change = distance(value, twin), distance(net.before, twin)
+            record: FrozenBuffer = describe(FrozenBuffer, unchanged=float((value == net.before).float().mean()))
+            record = replace(
+                record, names=(*record.names, self._names.get(net.key, "")), is_weight=net.key in self._weights
+            )
+            self._nets[storage_key(value)] = net._replace(new=reference(value), record=record, off=off, change=change)
+        elif operator in _DECAYING and (kept := next(filter(self._is_average, args[:2]), None)) is not None:
+            other = args[1] if kept is args[0] else args[0]
+            factor = factor_of(operator.__name__.rstrip("_"), other)
+            is_slow = factor is not None and 0 < factor < 1 and not _follows(1 - factor, value.dtype)
+            if is_slow and kept.shape == value.shape and kept.dtype == value.dtype:
+                before = kept.detach().clone() if old is None else old
+                self._nets[storage_key(value)] = _Net(reference(kept), reference(value), storage_key(kept), before)
+
+    def _is_average(self, tensor: Any) -> bool:
+        """Return whether a tensor is kept, and no weight that the loop itself trains."""
+        return self.keeps(tensor) and not (tensor.requires_grad and storage_key(tensor) in self._weights)
+
+    def _net_replaced(self, operator: Any, args: tuple[Any, ...]) -> None:
+        """Follow an average's new values into its own memory."""
+        key = storage_key(args[0])
+        net = self._nets.pop(_key(args[1]), None) if operator is aten.copy_ else None
+        self._nets.pop(key, None)
+        if net is not None and net.key == key:
+            self._nets[key] = net._replace(new=net.kept)
+
+    def _averages(self) -> Iterator[FrozenBuffer]:
+        """Yield a record for each line whose changes, of most elements, are mostly rounding errors."""
+        by_line: defaultdict[str, list[_Net]] = defaultdict(list)
+        for key, net in self._nets.items():
+            is_kept = net.key == key or (net.kept.expired() and not net.new.expired())  # type: ignore[no-untyped-call]
+            if is_kept and net.record is not None and net.change:
+                by_line[net.record.names[1]].append(net)
+        for line, nets in by_line.items():
+            of = sum(net.before.numel() for net in nets)
+            lost = [net for net in nets if net.is_lost]
+            if not self._frozen.get(line) and of >= _FEW and sum(net.before.numel() for net in lost) >= _UNCHANGED * of:
+                rounded = math.hypot(*(net.off for net in lost)) / math.hypot(*(net.change for net in lost))
+                record = lost[-1].record
+                if record is not None:
+                    yield replace(record, times=len(lost), rounded=rounded)
 
     def records(self) -> list[Record]:
         """Return the tensors that their changes leave as they were, and the sums that will stop growing."""
@@ -181,15 +290,29 @@ class KeptSums:
             if each.kept.expired() and not each.new.expired():  # type: ignore[no-untyped-call]
                 self._frozen[each.record.names[1]][each.key] = each.record
         # Several tensors are frozen at one line, and a buffer at each line that changes it.
-        frozen = (list(each.values()) for each in self._frozen.values() if each)
+        left = ([one for key, one in each.items() if key not in self._compensated] for each in self._frozen.values())
+        frozen = (each for each in left if each)
         found: list[Record] = [replace(each[-1], times=sum(one.times for one in each)) for each in frozen]
-        return found + [record for reference, record in self._growing if not reference.expired()]  # type: ignore[no-untyped-call]
+        found += self._averages()
+        for alive, key, record in self._growing:
+            if not alive.expired() and key not in self._compensated:  # type: ignore[no-untyped-call]
+                found.append(record)
+        return found
 
 
 def arrives(operator: Any, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
     """Return whether an interpolation is fast enough to stay, once its steps are rounded away, near its target only."""
-    is_known = operator in (aten.lerp, aten.lerp_) and isinstance(args[2], (int, float))
-    return is_known and torch.finfo(dtype).eps / 2 <= _NEAR * args[2]
+    return operator in (aten.lerp, aten.lerp_) and isinstance(args[2], (int, float)) and _follows(args[2], dtype)
+
+
+def _follows(rate: float, dtype: torch.dtype) -> bool:
+    """Return whether an average that takes this part of its target in each step comes near it in spite of rounding."""
+    return torch.finfo(dtype).eps / 2 <= _NEAR * rate
+
+
+def _key(value: Any) -> int:
+    """Return the key of a tensor's storage; 0 of another value."""
+    return storage_key(value) if isinstance(value, torch.Tensor) else 0
 
 
 def _mostly(condition: torch.Tensor) -> bool:

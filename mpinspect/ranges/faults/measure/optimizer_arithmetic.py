@@ -122,7 +122,7 @@ class OptimizerArithmetic(SecondComputation):
         if value.dtype not in NARROW:
             return
         if not self._is_of_torch:
-            self._compare_kept(pending, value, local)
+            self._compare_kept(pending, value, twin, local)
         if operator in SUMS:
             self._compare_sum(pending, value, local())
         if not isinstance(value, torch.nn.Parameter):

@@ -23,7 +23,7 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 
 from mpinspect.numeric.exponents import ratio
-from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.capture.tally import dtype_name, passed_through
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices
 from mpinspect.ranges.faults.measure.flushed import DividedGradients, Flushes
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
@@ -60,6 +60,7 @@ from mpinspect.runtime.user_line import innermost_line
 aten = torch.ops.aten
 
 NARROW = (torch.float16, torch.bfloat16)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Sums of many terms, whose rounding errors add up.
 SUMS = frozenset(
     {
@@ -271,6 +272,9 @@ class SecondComputation:
         writes = schema.is_mutable
         if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
             return None
+        if _is_cast_to_fp8(func, args, kwargs):
+            self._remember_module()
+            return Pending(func, (args, kwargs), None, None, (args, kwargs), args[0].dtype, False, None, None)
         given = [each for each in leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
         usable = {id(each): each for each in given if _may_have_twin(each)}
         tensors = list(usable.values())
@@ -293,8 +297,7 @@ class SecondComputation:
             return None
         if not _is_in_forward():
             self._divided.backward_runs()
-        else:
-            self._modules[_get_sequence_nr() - 1] = self._module()
+        self._remember_module()
         if not _fits(tensors):
             self.skipped["too large"] += 1
             self._forget(mutated)
@@ -318,6 +321,11 @@ class SecondComputation:
         old = args[0].detach().clone() if is_changed else None
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors), old)
 
+    def _remember_module(self) -> None:
+        """Remember the running module of a forward for the backward of its last node."""
+        if _is_in_forward():
+            self._modules[_get_sequence_nr() - 1] = self._module()
+
     def _is_chosen(self, func: Any) -> bool:
         """Return whether to run an operator again; the results of others are taken as exact."""
         return True
@@ -334,6 +342,9 @@ class SecondComputation:
     def _ran(self, pending: Pending, result: Any, frame: FrameType) -> None:
         func, pending = pending.func, pending._replace(frame=frame)
         name = func.overloadpacket.__name__
+        if _is_cast_to_fp8(func, *pending.given):
+            self._compare_cast(pending, result)
+            return
         results = _plain(result)
         self._kept.ran(func, pending.given[0], results)
         self._read_numbers(pending, result)
@@ -411,7 +422,7 @@ class SecondComputation:
         if pending.node is None and _is_in_forward():
             self._follow_flushed(pending, value, local)
             if is_rounded:
-                self._compare_kept(pending, value, local)
+                self._compare_kept(pending, value, twin, local)
         if operator in SUMS and value.dtype in NARROW:
             self._compare_sum(pending, value, local())
         if _is_in_forward():
@@ -454,12 +465,23 @@ class SecondComputation:
         if value.dtype is torch.float16 and not is_kept:
             self._flushes.made(value, local(), partial(self._record, pending=pending, result=value))
 
-    def _compare_kept(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
+    def _compare_cast(self, pending: Pending, value: torch.Tensor) -> None:
+        """Judge a cast to FP8, also of a backward."""
+        source = pending.given[0][pending.func.overloadpacket is aten.copy_]
+        if not (_is_plain(source) and source.shape == value.shape and source.numel()):
+            return
+        describe = partial(self._record, pending=pending, result=value, text=passed_through(value.dtype))
+        self._flushes.cast(value, source, lambda kind, **figures: _at_its_line(describe(kind, **figures)))
+
+    def _compare_kept(
+        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
+    ) -> None:
         """Judge a change of a tensor that persists from step to step."""
         args, operator = pending.given[0], pending.func.overloadpacket
         if arrives(operator, args, value.dtype):
             return
         describe = partial(self._record, pending=pending, result=value)
+        self._kept.averaged(operator, args, pending.old, (value, twin), describe)
         if pending.old is not None and self._kept.keeps(args[0]):
             before, change = _operands(pending, local())
             self._kept.changed(value, before, change, describe)
@@ -616,7 +638,7 @@ class SecondComputation:
     def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         """Record a result that is mostly the error of its inputs."""
         inherited = _relative(value, twin)
-        if not inherited >= _CANCELLED:
+        if not inherited >= _CANCELLED or self._kept.is_compensated(value):
             return
         before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
         if before <= _UNCANCELLED:
@@ -686,6 +708,7 @@ class SecondComputation:
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
+        found += self._flushes.casts.values()
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
@@ -787,6 +810,26 @@ class SecondComputation:
     def _forget(self, results: list[torch.Tensor]) -> None:
         """Take results as exact."""
         self._twins.forget(each for each in results if _is_plain(each) or _is_decision(each))
+
+
+def _at_its_line(record: Any) -> Any:
+    """Return a record of a backward with the class of a function whose backward is Python code; without a line for others."""
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return record
+    operator, line, phase = record.names
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return replace(record, names=(operator, line, f"backward of {type(node).__name__.removesuffix('Backward')}"))
+    # The line of torch's own nodes is the one that calls the backward.
+    return replace(record, names=(operator, "", phase))
+
+
+def _is_cast_to_fp8(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator casts to FP8, or copies into a tensor in FP8."""
+    operator = func.overloadpacket
+    return (operator is aten._to_copy and kwargs.get("dtype") in _FP8) or (
+        operator is aten.copy_ and args[0].dtype in _FP8
+    )
 
 
 def narrow_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:

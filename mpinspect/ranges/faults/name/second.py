@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from mpinspect.numeric.formats import FLOAT16, FORMATS
+from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD, of_operation
@@ -50,6 +50,10 @@ _Placed = TypeVar("_Placed", bound=Record)
 _OUTSIDE = "code outside of modules"
 #: The beginning of the phase of an optimizer's operators.
 _STEP_OF = "step of "
+#: The beginning of the phase of the operators of a backward that is Python code.
+_BACKWARD_OF = "backward of "
+#: torch's dtypes of the FP8 formats.
+_FP8_TYPES = {FLOAT8_E4M3.name: "float8_e4m3fn", FLOAT8_E5M2.name: "float8_e5m2"}
 #: Operators whose names say little.
 _IN_WORDS = {
     "_to_copy": "a cast",
@@ -109,6 +113,8 @@ def _place(record: Record) -> dict[str, object]:
     place = (module and module + bracketed(line)) or line or _OUTSIDE
     if phase == "backward":
         place = f"the backward of {module or _OUTSIDE}"
+    if phase.startswith(_BACKWARD_OF):
+        place = f"the {phase}{bracketed(line)}"
     if optimizer := _optimizer_of(record):
         place = f"{optimizer}'s step{bracketed(line)}"
     return {
@@ -498,6 +504,11 @@ class _Kept(Sentences):
         "In step {step}, in {place}, {changes} leave {unchanged:percent} of the state {buffer!r} as it was, which is in "
         "{dtype:format}: they change it by less than half a unit in the last place of its values."
     )
+    ROUNDED = (
+        "In step {step}, in {place}, {whose} is mostly rounding, as in a moving average in {dtype:format} whose decay is near 1: "
+        "the error of its operators together is {rounded:.3g} times the exact change, and {unchanged:percent} of the elements "
+        "are as before."
+    )
     STATE_IN_FP32 = (
         "Keep this state in FP32. Optimizer.load_state_dict casts states to the dtype of their parameter: cast them back after "
         "loading."
@@ -531,7 +542,7 @@ _SCALING = {"mul": "multiplications", "div": "divisions", "pow": "powers", "lerp
 
 def _sum_stops(case: Case) -> Iterator[Found]:
     """A moving average, running sum, counter or schedule in 16 bits, an optimizer's state, or a weight that the loop changes,
-    that no longer changes or will not for long.
+    that no longer changes, or will not for long, or whose change in a step is mostly rounding.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
@@ -556,15 +567,20 @@ def _sum_stops(case: Case) -> Iterator[Found]:
         says = _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS
         if buffer and _optimizer_of(frozen):
             says, fix, code = _Kept.STATE_STOPS, _Kept.STATE_IN_FP32, _Kept.STATE
+        sort = ("buffer", "weight")[frozen.is_weight]
+        whose = "the change of a tensor that persists from step to step"
+        if buffer:
+            whose = f"the change of the {'state' if _optimizer_of(frozen) else sort} {buffer!r}"
         words = {
+            "whose": whose,
             "buffer": buffer,
-            "sort": ("buffer", "weight")[frozen.is_weight],
+            "sort": sort,
             "name": buffer.rpartition(".")[2],
             "path": quoted(buffer),
             "changes": changes,
             "such_as": ("a moving average", "a schedule or a decaying average")[is_scaled],
         }
-        yield _found(frozen, says, fix, code, words)
+        yield _found(frozen, _Kept.ROUNDED.when(frozen.rounded) or says, fix, code, words)
     stopped = {frozen.names[:2] for frozen in case.recorded(FrozenBuffer)}
     for growing in _by_place(case.recorded(GrowingSum), "total"):
         left = (growing.stops_at - growing.total) / growing.term
@@ -582,26 +598,50 @@ class _Flush(Sentences):
         "exact values are up to {largest:.2g}; FP16 flushes magnitudes of 3e-8 and below."
     )
     TAKEN = "A tensor that persists from step to step takes them."
+    CAST = (
+        "In step {step}, in {place}, a cast to {dtype:format} flushes {flushed:percent} of {count:count non-zero value} to zero. "
+        "They are up to {largest:.2g}; {dtype:format} flushes magnitudes of 2^{edge} and below."
+    )
     IN_FP32 = "Compute this operator in FP32, from FP32 inputs, and keep averages and sums of its results in FP32."
+    SCALE = "Multiply the values by a scale before the cast, and divide by it after the product."
     FLOAT = "# total in FP32\ntotal += {expression}"
+    SCALED = (
+        "end = torch.finfo(torch.{type}).max\n"
+        "largest = x.abs().amax().clamp(min=1e-30)\n"
+        "scale = end / largest\n"
+        "x8 = (x.float() * scale).to(torch.{type})\n"
+        "y = product(x8.float()) / scale"
+    )
 
 
 def _operator_flushes(case: Case) -> Iterator[Found]:
-    """An operator of an optimizer's step, or of values that the loop keeps, most of whose results FP16 flushes.
+    """An operator of an optimizer's step, or of values that the loop keeps, most of whose results FP16 flushes; or a cast to FP8
+    that flushes nearly all values.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: It is measured, from half of the results on. Values that are to be zero in the end, such as updates after the
-    training has converged, are reported too.
+    training has converged, are reported too. A cast to FP8 is reported if it flushes nine tenths of the values and half of their
+    sum.
     """
+    yield from _casts_flush(case)
     if any(moments_flushed(case)) or any(epsilon_zero(case)):
         return
     divided = {each.text for each in case.recorded(DividedInHalf)}
     for flushed in _by_place(case.recorded(FlushedResult), "flushed"):
-        if flushed.names[1] not in divided:
+        if flushed.text not in _FP8_TYPES and flushed.names[1] not in divided:
             taken = _Flush.TAKEN.when(not _optimizer_of(flushed))
             words = {"count": int(flushed.elements)}
             yield _found(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, _Flush.FLOAT, words)
+
+
+def _casts_flush(case: Case) -> Iterator[Found]:
+    """Yield casts to FP8 without a scale."""
+    for flushed in _by_place(case.recorded(FlushedResult), "flushed"):
+        if flushed.text in _FP8_TYPES:
+            edge, type = FORMATS[flushed.text].flush_exponent, _FP8_TYPES[flushed.text]
+            words = {"count": int(flushed.elements), "edge": edge, "type": type}
+            yield _found(flushed, _Flush.CAST, _Flush.SCALE, _Flush.SCALED, words)
 
 
 def _flushed_lines(case: Case) -> set[str]:

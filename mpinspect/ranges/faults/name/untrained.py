@@ -224,6 +224,10 @@ class _Silent(Sentences):
         "The weight gradients of {modules} were exactly zero in all {steps:count sampled step}. A branch that no sample reaches, "
         "or whose loss is multiplied by 0, has such gradients; so has a dead ReLU."
     )
+    INSIDE = (
+        "The weight gradients of {modules} were exactly zero in all {steps:count sampled step}: these weights do not learn, "
+        "although gradients arrive at the output of {lost}."
+    )
     LOST_IN = (
         "They become zero in the backward of {border!r}: the gradients that arrive at its output are not zero (largest magnitude "
         "{largest:.2g})."
@@ -268,6 +272,9 @@ class _Silent(Sentences):
 #: Fewest sampled steps with zeros, beyond the steps that were skipped: weights that begin at zero (LoRA's B, a gate of a
 #: residual) keep others from a gradient until their first update.
 _FEWEST_STEPS = 5
+#: The same of layers that lose the gradients at their own output, and the fewest such layers: the recurrent weight of a cell
+#: that is called once, and a layer whose input is not in use, have such gradients.
+_FEWEST_STEPS_INSIDE, _FEWEST_INSIDE = 8, 2
 #: The values of a saturated function's results, its change and its code.
 _SATURATED = {
     "sigmoid": ("0 or 1", _Silent.LOGITS, _Silent.BCE_WITH_LOGITS),
@@ -284,7 +291,7 @@ def _gradients_all_zero(case: Case) -> Iterator[Found]:
     that gets gradients are a warning.
 
     False alarms: Gradients that are zero in FP32 too (an expert that no sample reached, a dead ReLU) are reported as well, since
-    counts do not distinguish them from flushed ones; outside of FP16 as information, unless they are the model's first layers.
+    counts do not distinguish them from flushed ones; outside of FP16 as information, with the exceptions above.
     """
     if run_format(case.session) != FLOAT16:
         # A head that begins at zero leaves the layers before it without a gradient until the first update.
@@ -346,10 +353,26 @@ def _silent(case: Case) -> Iterator[Found]:
         yield _silent_layers(_Silent.MODEL, zero, modules, case)
     elif first == len(zero) and len(modules) > 1 and any(_arrives_as_zeros(module, case) for module in whole):
         yield _silent_layers(_Silent.FRONT, zero, modules, case)
+    elif len(lost := list(_inside(zero, case))) >= _FEWEST_INSIDE:
+        silent = {*whole, *lost}
+        names = [name for name in zero if name.rpartition(".")[0] in silent]
+        yield _silent_layers(_Silent.INSIDE, names, lost, case)
     elif whole:
         names = [name for name in zero if name.rpartition(".")[0] in whole]
         figures = {"parameters": len(names), "names": names[:MOST_NAMES], "steps": _sampled_steps(names[0], case)}
         yield Found(_Silent.BRANCH, figures, {"modules": grouped(names)}, layer=names[0], severity="info")
+
+
+def _inside(zero: Sequence[str], case: Case) -> Iterator[str]:
+    """Yield the modules that get gradients at their output, or of their bias, and none of their weight."""
+    least = _FEWEST_STEPS_INSIDE + case.progress.skipped_steps
+    for name in zero:
+        module, _, own = name.rpartition(".")
+        bias = case.totals.get(TensorKey(f"{module}.bias", WEIGHT_GRADIENT))
+        output = case.totals.get(TensorKey(module, ACTIVATION_GRADIENT))
+        arrives = any(window is not None and window.histogram.nonzero for window in (bias, output))
+        if own == "weight" and arrives and _sampled_steps(name, case) >= least:
+            yield module
 
 
 def _is_zero(key: TensorKey, case: Case) -> bool:
@@ -375,11 +398,14 @@ def _silent_layers(says: _Silent, zero: Sequence[str], modules: Sequence[str], c
     saturated = next((each for each in case.recorded(Saturated) if each.names[0] in _SATURATED), None)
     figures = {"parameters": len(zero), "names": zero[:MOST_NAMES], "steps": _sampled_steps(zero[0], case)}
     words: dict[str, object] = {"modules": grouped(zero), "last": modules[-1]}
+    words["lost"] = grouped(f"{module}.weight" for module in modules)
     is_model = says is _Silent.MODEL
     # No layer of many stands for the whole model.
     layer = "" if is_model else zero[0]
     more: tuple[_Silent, ...] = (_Silent.ARRIVE_AS_ZEROS,)
     fix, code = _Silent.FOLLOW_BACK, None
+    if says is _Silent.INSIDE:
+        more, fix = (_Silent.ZERO_INPUT,), _Silent.READ_OPERANDS
     if borders:
         window = at_output[borders[-1]]
         largest = window.histogram.max_abs if window else 0.0
