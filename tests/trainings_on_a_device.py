@@ -99,6 +99,19 @@ def accumulated() -> tuple[nn.Module, Step]:
     return model, step
 
 
+def zeroed_between() -> tuple[nn.Module, Step]:
+    model, x = network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            model(x).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
 def scaled_by_hand() -> tuple[nn.Module, Step]:
     """FP16 weights whose gradients the loop divides in FP16, with masters of its own, and a gradient asked for besides."""
     model, x = network().half(), batch().half()
@@ -163,6 +176,7 @@ TRAININGS: dict[str, tuple[Callable[[], tuple[nn.Module, Step]], dict[str, Any]]
     "scaler": (scaled, {}),
     "masters": (masters, {}),
     "accumulation": (accumulated, {}),
+    "lost backwards": (zeroed_between, {}),
     "scaled by hand": (scaled_by_hand, {"loss_scale": 1024.0}),
     "states in FP16": (states_in_half, {"loss_scale": 1.0}),
     "gan": (adversarial, {}),
@@ -196,6 +210,8 @@ def never_waits(name: str, late: int = 0) -> None:
     more = {at: found for at, (found, expected) in enumerate(zip(inspected, bare, strict=True)) if found != expected}
     assert not more, more
     assert inspector.session().notes == (), inspector.session().notes
+    found = {each.what for each in inspector.session().measurements}
+    assert ("lost-backwards" in found) is (name == "lost backwards"), found
     # The inspector does not know the critic's optimizer yet in the first step, and ends that step before it.
     assert inspector.session().progress.steps - STEPS in (0, name == "gan")
 

@@ -26,6 +26,7 @@ TRAININGS = (
     "scaler",
     "masters",
     "accumulation",
+    "lost backwards",
     "scaled by hand",
     "states in FP16",
     "gan",

@@ -202,6 +202,32 @@ def test_rates_of_zero_that_a_schedule_has_are_no_finding(rate_of, how):
     assert named(with_rates(rate_of, **how)) == []
 
 
+def test_an_optimizer_that_another_one_follows_is_no_finding():
+    model = mlp()
+    phases = [torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.0, 0.01)]
+    with Inspector(model) as inspector:
+        for optimizer in phases:
+            for _ in range(20):
+                optimizer.zero_grad()
+                model(torch.randn(16, 8)).square().mean().backward()
+                optimizer.step()
+    assert named(inspector.report()) == []
+
+
+def test_an_optimizer_that_steps_now_and_then_is_named():
+    model = mlp()
+    often, seldom = torch.optim.Adam(model[0].parameters(), lr=0.01), torch.optim.SGD(model[2].parameters(), lr=0.0)
+    with Inspector(model) as inspector:
+        for step in range(42):
+            model.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            if step % 4 == 0:
+                seldom.step()
+            often.step()
+    (finding,) = named(inspector.report())
+    assert finding.message.startswith("The learning rate of SGD was 0 in all of its 11 steps")
+
+
 def test_ranks_with_the_same_rate_have_one_finding():
     records = [RateZero(step=12, text="AdamW", steps=28, of=40, rank=rank) for rank in range(2)]
     progress = Progress(40, 40, 0, 40, True)

@@ -28,12 +28,18 @@ class _Seen(NamedTuple):
 
 @dataclass
 class _Rates:
-    """An optimizer's steps; ``still``: those up to the last one with a learning rate of 0, from step ``since`` on."""
+    """An optimizer's steps, from ``first`` to ``last``; ``still``: the latest ones at a learning rate of 0, from ``since`` on."""
 
     name: str
+    first: int
+    last: int = 0
     steps: int = 0
     still: int = 0
     since: int = 0
+
+    def goes_on(self, step: int) -> bool:
+        """Return whether the optimizer has paused before ``step`` for at most two of its usual intervals."""
+        return (step - self.last) * self.steps <= 2 * (self.last + 1 - self.first)
 
 
 class StandingStill(Measuring):
@@ -68,12 +74,12 @@ class StandingStill(Measuring):
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the steps that are meant to change the weights, and read their gradients; a closure has made them by now."""
-        is_still = stands_still(optimizer)
+        is_still, step = stands_still(optimizer), self._clock.step
         self._steps += not is_still
-        rates = self._rates.setdefault(id(optimizer), _Rates(type(optimizer).__name__))
+        rates = self._rates.setdefault(id(optimizer), _Rates(type(optimizer).__name__, step))
         if is_still and not rates.still:
-            rates.since = self._clock.step
-        rates.steps, rates.still = rates.steps + 1, is_still * (rates.still + 1)
+            rates.since = step
+        rates.last, rates.steps, rates.still = step, rates.steps + 1, is_still * (rates.still + 1)
         if self.at_work:
             parameters = self._optimizers.parameters(optimizer)
             self._given.append(samples((each.name, each.parameter.grad) for each in parameters))
@@ -91,7 +97,7 @@ class StandingStill(Measuring):
         """Record zero learning rates, and the weights that are the same at the run's end as at the end of an earlier step."""
         super().run_ends()
         for each in self._rates.values():
-            if each.still >= _FEWEST_STEPS:
+            if each.still >= _FEWEST_STEPS and each.goes_on(self._clock.step):
                 self._record(RateZero(step=each.since, text=each.name, steps=each.still, of=each.steps))
         since = self._since
         if since is None or self._gradients < _FEWEST_GRADIENTS or self._steps - since.steps < _FEWEST_STEPS:
