@@ -702,11 +702,17 @@ class AmplifiedError(Record, kind="second-amplified"):
     Args:
         before, after: relative errors of the inputs and of the result.
         gradients_error: the largest relative error of a weight's gradient, of all arithmetic together.
+        largest, unit: of a difference of large whole numbers, rounded before the step, the largest one and the distance of
+            neighbouring numbers there; None otherwise, where the error is measured.
+        typical: the median of such differences that are not zero.
     """
 
     before: float
     after: float
     gradients_error: float | None = None
+    largest: float | None = None
+    unit: float | None = None
+    typical: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

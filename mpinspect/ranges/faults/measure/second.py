@@ -29,7 +29,7 @@ from mpinspect.ranges.faults.measure.flushed import DividedGradients, Flushes
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.powers import rows
-from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
+from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
 from mpinspect.ranges.faults.measure.twins import (
     TWIN_DTYPES,
     Marks,
@@ -70,12 +70,13 @@ SUMS = frozenset(
     }
 )
 ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+_DIFFERENCES = ADDITIONS | {aten.rsub}
 #: Losses that are differences, whose result is a single number.
 _LOSSES = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss})
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = (
-    ADDITIONS
-    | {aten.rsub, aten.lerp_}
+    _DIFFERENCES
+    | {aten.lerp_}
     | _LOSSES
     | {
         *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
@@ -234,6 +235,8 @@ class SecondComputation:
         self._repeated: defaultdict[str, list[tuple[AbsorbedOperand, float]]] = defaultdict(list)
         #: The largest argument of the first exponential in FP32 that FP16 can't hold, and its line.
         self._exponent: tuple[float, str] | None = None
+        #: The first difference of numbers too large for FP32 at each line.
+        self._coarse: dict[str, AmplifiedError] = {}
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -247,6 +250,8 @@ class SecondComputation:
         try:
             if func.overloadpacket is aten.exp:
                 self._remember_exponent(args[0])
+            if func.overloadpacket in _DIFFERENCES and not kwargs and _is_in_forward():
+                self._subtract_large(func, args)
             if self._errors:
                 self._weigh(args)
             if self._choices:
@@ -266,6 +271,17 @@ class SecondComputation:
             largest = float(argument.detach().max())
             if _LARGEST_EXPONENT < largest < math.inf:
                 self._exponent = largest, innermost_line(sys._getframe())
+
+    def _subtract_large(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Record a difference of numbers that FP32 had rounded before. Waits for the device."""
+        is_sum = func.overloadpacket in (aten.add, aten.add_)
+        figures: Any = coarse_difference(args[0], args[1], is_sum)
+        if figures is not None:
+            line, half = innermost_line(sys._getframe()), figures["unit"] / 2
+            names = func.overloadpacket.__name__, line, self._phase
+            figures |= {"before": half / figures["largest"], "after": half / figures["typical"]}
+            record = AmplifiedError(name=self._module(), names=names, text="float32", **figures)
+            self._coarse.setdefault(line, record)
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
         schema = func._schema
@@ -437,7 +453,7 @@ class SecondComputation:
     def _compare_argument(self, pending: Pending, value: torch.Tensor) -> None:
         """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
         operator, given = pending.func.overloadpacket, pending.given[0]
-        if operator in ADDITIONS or operator is aten.rsub:
+        if operator in _DIFFERENCES:
             self._lines_of.put(value, innermost_line(pending.frame))
         elif operator in _CARRYING and _is_plain(given[0]) and (line := self._lines_of.of(given[0])):
             self._lines_of.put(value, line)
@@ -708,7 +724,7 @@ class SecondComputation:
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
-        found += self._flushes.casts.values()
+        found += [*self._flushes.casts.values(), *self._coarse.values()]
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))

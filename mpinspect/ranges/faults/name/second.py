@@ -680,6 +680,16 @@ class _Left(Sentences):
         "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
         "leaves mostly that error: its {inputs} off by {before:percent}, its result is off by {off}."
     )
+    LARGE_NUMBERS = (
+        "In step {step}, in {place}, numbers up to {largest:.4g} in {dtype:format} are subtracted from each other, where "
+        "neighbouring numbers lie {unit:g} apart. The differences are multiples of that, {typical:g} in the median: smaller "
+        "ones were lost when the numbers became {dtype:format}."
+    )
+    BEFORE_THE_CAST = (
+        "Subtract in int64 or FP64, and cast the difference. For one difference from a fixed origin, subtract that origin before "
+        "the cast."
+    )
+    IN_INT64 = "# x, y in int64 or FP64,\n# as the data have them\ndifference = (x - y).float()"
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
     DIFFERENCE = (
@@ -690,17 +700,22 @@ class _Left(Sentences):
 
 
 def _rounding_error_left(case: Case) -> Iterator[Found]:
-    """An operator whose result is mostly the rounding error of its inputs: a difference that cancels, a sine of a large number.
+    """An operator whose result is mostly the rounding error of its inputs: a difference that cancels, a sine of a large number, a
+    difference of whole numbers that FP32 can't represent, such as Unix times.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it,
-    unless it is a difference in 16 bits in code outside of modules, as of a loss.
+    unless it is a difference in 16 bits in code outside of modules, as of a loss. Of numbers beyond 2^24 in FP32 it is inferred:
+    they may be multiples of their distance there by chance.
     """
     first = _first_event(case)
     flushed = _flushed_lines(case)
     others = (each for each in case.recorded(AmplifiedError) if each.names[1] not in flushed)
     for cancelled in _by_place(others, "after"):
+        if cancelled.unit:
+            yield _found(cancelled, _Left.LARGE_NUMBERS, _Left.BEFORE_THE_CAST, _Left.IN_INT64, is_inferred=True)
+            continue
         is_difference = cancelled.names[0].rstrip("_") in ("add", "sub", "rsub")
         also, words = _gradients(cancelled)
         born = _born_from(cancelled, case)
