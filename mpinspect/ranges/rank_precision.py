@@ -15,6 +15,7 @@ from mpinspect.ranges.analysis.precision_ranking import GradientErrors, Precisio
 from mpinspect.ranges.capture.passes import LossFunction, require_step
 from mpinspect.ranges.faults.measure.widened import Widened
 from mpinspect.ranges.second_opinion import run_twice
+from mpinspect.reporting.words import filled
 from mpinspect.runtime.untouched import ModelState, RandomState
 
 #: After which no further module is tried.
@@ -112,7 +113,7 @@ class _Search:
 
     def _parts(self, path: str) -> list[str]:
         """Return the modules directly below a module in which operators ran."""
-        before = f"{path}." if path else ""
+        before = filled("{}.", path)
         inside = (module for module, _ in self._calls if module.startswith(before) and module not in (path, ""))
         return list(dict.fromkeys(before + module[len(before) :].partition(".")[0] for module in inside))
 

@@ -298,6 +298,19 @@ class LeftOver(Record, kind="left-over"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LostBackwards(Record, kind="lost-backwards"):
+    """A step whose optimizers got the gradients of its last backward alone: the earlier ones, ``lost``, were zeroed before it.
+
+    Args:
+        backwards: the number of the step's backwards.
+        names: the parameters that got gradients in lost backwards alone, in all compared steps.
+    """
+
+    lost: float
+    backwards: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class MissingGradients(Record, kind="missing"):
     """Optimized parameters, out of ``of``, that never received a gradient. One flag shows how their module was called."""
 
@@ -360,6 +373,14 @@ class Standstill(Record, kind="standstill"):
     steps: float
     losses: float
     loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateZero(Record, kind="rate-zero"):
+    """Every learning rate of an optimizer (``text``: its class) was 0 in the last ``steps`` of its ``of`` steps."""
+
+    steps: float
+    of: float
 
 
 # -- masters --------------------------------------------------------------------------------------------------------------

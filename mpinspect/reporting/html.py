@@ -69,6 +69,7 @@ overflow-wrap:anywhere}
 .mpinspect .finding .fix::before{content:"Fix: ";font-weight:600}
 .mpinspect pre{background:var(--raised);border:1px solid var(--line);padding:.5em .8em;margin:.4em 0;overflow-x:auto;
 max-width:60em;font:.92em/1.45 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;color:var(--ink);white-space:pre-wrap}
+.mpinspect pre .comment{color:var(--soft)}
 .mpinspect pre span{display:inline-block;width:100%;box-sizing:border-box;padding-left:2ch;text-indent:-2ch}
 .mpinspect .scroll{overflow-x:auto;margin:.4em 0}
 .mpinspect table{border-collapse:collapse;font-size:.93em;font-variant-numeric:tabular-nums;margin:0;background:none;border:0}

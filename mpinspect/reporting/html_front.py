@@ -105,7 +105,7 @@ def front(
     if shown.headline:
         yield f'<p class="{shown.tone}">{escape(shown.headline)}</p>'
     if document.alarm:
-        yield f'<p class="alarm{" follows" if shown.headline else ""}">{escape(document.alarm)}</p>'
+        yield f'<p class="alarm{" follows" * bool(shown.headline)}">{escape(document.alarm)}</p>'
     for block in shown.verdict:
         yield from render(block, 1)
     yield from _findings(shown, escape)
@@ -180,5 +180,8 @@ def _listed(listed: Listed, escape: Escape) -> Iterator[str]:
 def code_block(code: str) -> str:
     """Return code as HTML. Each line is an element: it wraps after punctuation, indented, and is not taken for two lines."""
     escaped = (html.escape(line, quote=False) for line in code.split("\n"))
-    lines = "\n".join(f"<span>{_BREAKS.sub(_WITH_BREAK, line)}</span>" for line in escaped)
+    lines = "\n".join(
+        f"<span{' class=comment' * line.lstrip().startswith('#')}>{_BREAKS.sub(_WITH_BREAK, line)}</span>"
+        for line in escaped
+    )
     return f"<pre>{lines}</pre>"

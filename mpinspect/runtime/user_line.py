@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 import sys
+import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -12,6 +14,8 @@ from mpinspect.runtime.briefly import first_line_of
 
 #: Packages between the user's code and ours: torch calls our hooks, trainers call torch.
 _BETWEEN = ("mpinspect", "torch", "lightning", "pytorch_lightning", "transformers", "accelerate", "contextlib")
+#: The time, in seconds since the epoch, from which on a file that changes is no longer the one that runs.
+_STARTED = time.time()
 #: Most characters of a line's text.
 _LONGEST = 120
 #: The file of each line that ``innermost_line`` has returned; "" if files of the same name have such a line.
@@ -48,8 +52,15 @@ def innermost_line(frame: FrameType) -> str:
 
 
 def source_of(line: str) -> str:
-    """Return the text of a line that ``innermost_line`` has returned; "" for any other, and if its file can't be read."""
-    file, number = _files.get(line), line.rpartition(":")[2]
+    """Return the text of a line that ``innermost_line`` has returned.
+
+    "" for any other, and if its file can't be read or may have been changed since it was imported.
+    """
+    file, number = _files.get(line, ""), line.rpartition(":")[2]
+    # A notebook's cell has text without a file.
+    with suppress(OSError):
+        if Path(file).stat().st_mtime > _STARTED:
+            return ""
     return first_line_of(linecache.getline(file, int(number)), _LONGEST) if file else ""
 
 

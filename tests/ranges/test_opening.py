@@ -222,6 +222,7 @@ def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():
         "step": None,
         "until": None,
         "curve": True,
+        "elsewhere": False,
         "grave": False,
         "words": "",
     }

@@ -522,3 +522,180 @@ def test_gradients_that_are_clipped_together_with_unscaled_ones_are_named(unscal
 
 def test_gradients_that_are_all_unscaled_may_be_clipped_together():
     assert "unscale-missing" not in clipped_together((0, 1))
+
+
+# -- gradients that are zeroed between two backwards --------------------------------------------------------------------
+
+
+def zeroed_between(loop, *, steps=20, scaled=False, optimizer=torch.optim.SGD):
+    """Train an encoder with two heads; ``loop`` gets a function that runs a task's backward, the model and the optimizer."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("encoder", "one", "other")})
+    optimizer = optimizer(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=2.0**8)
+
+    def forward(task, x=None):
+        x = torch.randn(16, 8) if x is None else x
+        with torch.autocast("cpu", torch.float16, enabled=scaled):
+            return model[task](model["encoder"](x).tanh()).float().square().mean()
+
+    def backward(task, x=None):
+        loss = forward(task, x)
+        scaler.scale(loss).backward()
+        return loss
+
+    backward.forward = forward
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(steps):
+            loop(backward, model, optimizer, step)
+            scaler.step(optimizer)
+            scaler.update()
+    found = {finding.id: finding for finding in analyse(inspector.session()).findings}
+    return found.get("gradients-zeroed")
+
+
+def zeroes_before_each(backward, model, optimizer, step):
+    for task in ("one", "other"):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        backward(task)
+
+
+def zeroes_and_clips(backward, model, optimizer, step):
+    zeroes_before_each(backward, model, optimizer, step)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def zeroes_all_of_nine(backward, model, optimizer, step):
+    for _ in range(8):
+        optimizer.zero_grad()
+        backward("one")
+    zeroes_before_each(backward, model, optimizer, step)
+
+
+@pytest.mark.parametrize(
+    ("loop", "lost", "scaled"),
+    [
+        (zeroes_before_each, 1, False),
+        (zeroes_before_each, 1, True),
+        (zeroes_and_clips, 1, False),
+        (zeroes_all_of_nine, 9, False),
+    ],
+)
+def test_backwards_whose_gradients_no_step_uses_are_reported(loop, lost, scaled):
+    found = zeroed_between(loop, scaled=scaled)
+    assert (found.severity, found.certainty, found.step) == ("warning", "measured", 2)
+    assert (found.evidence["lost"], found.evidence["backwards"], found.evidence["measured_steps"]) == (
+        lost,
+        lost + 1,
+        5,
+    )
+    assert f"the gradients of {lost} of {lost + 1} backwards were zeroed before an optimizer stepped" in found.message
+    assert found.message.endswith("In these steps it got no gradient of 'one'.")
+    assert "in place of before each backward" in found.fix
+
+
+def accumulates(backward, model, optimizer, step):
+    optimizer.zero_grad(set_to_none=False)
+    for task in ("one", "other"):
+        backward(task)
+
+
+def drops_some(backward, model, optimizer, step):
+    (accumulates if step == 3 else zeroes_before_each)(backward, model, optimizer, step)
+
+
+def moves_weights(backward, model, optimizer, step, add=lambda weight, move: weight.add_(move)):
+    """As sharpness-aware minimisation does."""
+    optimizer.zero_grad()
+    backward("one")
+    moves = [(weight, 0.1 * weight.grad) for weight in model.parameters() if weight.grad is not None]
+    with torch.no_grad():
+        for weight, move in moves:
+            add(weight, move)
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            backward("one")
+        for weight, move in moves:
+            add(weight, -move)
+
+
+def moves_data(backward, model, optimizer, step):
+    moves_weights(backward, model, optimizer, step, lambda weight, move: weight.data.add_(move))
+
+
+def adds_by_hand(backward, model, optimizer, step):
+    sums = [torch.zeros_like(weight) for weight in model.parameters()]
+    for task in ("one", "other"):
+        optimizer.zero_grad()
+        backward(task)
+        for total, weight in zip(sums, model.parameters(), strict=True):
+            total += 0 if weight.grad is None else weight.grad.clamp(-0.01, 0.01)
+    for total, weight in zip(sums, model.parameters(), strict=True):
+        weight.grad = total
+
+
+def attacks_inputs(backward, model, optimizer, step):
+    x = torch.randn(16, 8, requires_grad=True)
+    backward("one", x)
+    optimizer.zero_grad()
+    backward("one", (x + x.grad.sign()).detach())
+    assert x.grad is not None
+
+
+def attacks_activations(backward, model, optimizer, step):
+    kept = []
+
+    def keeps_gradient(module, args, output):
+        output.retain_grad()
+        kept.append(output)
+
+    hook = model["encoder"].register_forward_hook(keeps_gradient)
+    backward("one")
+    hook.remove()
+    optimizer.zero_grad()
+    backward("one")
+    assert kept[0].grad.any()
+
+
+def weighs_tasks(backward, model, optimizer, step):
+    losses = [backward.forward(task) for task in ("one", "other")]
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+    optimizer.zero_grad()
+    sum(losses).backward()
+
+
+def asks_for_gradients(backward, model, optimizer, step):
+    optimizer.zero_grad()
+    torch.autograd.grad(backward.forward("one"), list(model["encoder"].parameters()))
+    backward("one")
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        *(accumulates, drops_some, moves_weights, moves_data, adds_by_hand, attacks_inputs, attacks_activations),
+        *(weighs_tasks, asks_for_gradients),
+    ],
+)
+def test_gradients_that_the_loop_uses_otherwise_are_no_fault(loop):
+    assert zeroed_between(loop) is None
+
+
+def test_a_generators_gradients_in_the_discriminator_are_no_lost_backward():
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    of_generator, of_discriminator = (
+        torch.optim.SGD(each.parameters(), lr=0.01) for each in (generator, discriminator)
+    )
+    with Inspector(discriminator, optimizers=of_discriminator) as inspector:
+        for _ in range(20):
+            of_generator.zero_grad()
+            discriminator(generator(torch.randn(16, 4))).square().mean().backward()
+            of_discriminator.zero_grad()
+            # Not even the generator's optimizer steps before these are used.
+            (discriminator(torch.randn(16, 8)) - 1).square().mean().backward()
+            of_discriminator.step()
+            of_generator.step()
+    assert "gradients-zeroed" not in {finding.id for finding in analyse(inspector.session()).findings}

@@ -301,7 +301,7 @@ def test_the_code_of_an_overflow_is_the_operator_in_fp32(operator, line):
         step=7, names=(operator, "train.py:7", "forward"), text="float16", elements=1, of=64, largest=1e6
     )
     code = findings(record, precision=FP16, events=(broken(7),))["overflow-in-operator"].code
-    assert code.splitlines()[1:] == [f"    {line}", "    # here too: the layers that take y"]
+    assert code.splitlines()[1:] == [f"    {line}", "    # the operators that take y: here, too"]
     half = {name: torch.full((4, 4), 8.0).half() for name in "abwx"}
     names = {**half, "torch": torch, "device_type": "cpu", "p": 2, "dim": 0, "f": torch.relu}
     with torch.autocast("cpu", torch.bfloat16):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from agreeing_reports import contradictions
+from agreeing_reports import analyse, contradictions
+from analysis_sessions import session_of, spread, weight
 from torch import nn
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.records import Standstill, recorded
+from mpinspect.ranges.records import RateZero, Standstill, recorded
+from mpinspect.ranges.session import Progress
 
 ID = "weights-stand-still"
 
@@ -67,11 +69,6 @@ def test_weights_that_stop_are_named_with_the_last_measured_step_in_which_they_m
     assert report.verdict.healthy is False
 
 
-def rate_of_zero(step, model, optimizer):
-    if step == 3:
-        optimizer.param_groups[0]["lr"] = 0.0
-
-
 def trained_on(step, model, optimizer):
     if step == 23:
         model[0].weight.data[0, 0] += 1
@@ -82,12 +79,11 @@ def trained_on(step, model, optimizer):
     [
         (24, {}),
         (3, {"steps": 10}),
-        (3, {"after_step": rate_of_zero}),
         (3, {"after_step": trained_on}),
         (3, {"factor": 0.0}),
         (3, {"dtype": None}),
     ],
-    ids=["moving", "a few steps", "no learning rate", "moved at the end", "no gradient", "fp32"],
+    ids=["moving", "a few steps", "moved at the end", "no gradient", "fp32"],
 )
 def test_weights_that_may_stay_are_no_finding(last, how):
     model = mlp()
@@ -141,3 +137,75 @@ def test_a_line_search_in_bf16_is_told_to_compute_in_fp32():
     report, in_fp32 = fit(torch.float32)
     assert named(report) == []
     assert in_fp32[-1] < losses[-1] / 2
+
+
+# -- learning rates of 0 ------------------------------------------------------------------------------------------------
+
+
+def with_rates(rate_of, *, steps=40, backwards=1, groups=1, dtype=None):
+    """Train; ``rate_of`` returns the learning rates of a step's groups."""
+    model = mlp()
+    parts = [{"params": each.parameters()} for each in (model[0], model[2])] if groups == 2 else model.parameters()
+    optimizer = torch.optim.AdamW(parts, lr=0.01)
+    with Inspector(model) as inspector:
+        for step in range(steps):
+            for group, rate in zip(optimizer.param_groups, rate_of(step), strict=True):
+                group["lr"] = rate
+            for _ in range(backwards):
+                with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+                    loss = model(torch.randn(16, 8)).float().square().mean()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    report = inspector.report()
+    assert contradictions(report) == []
+    return report
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("zero", [0, 0.0, torch.tensor(0.0)], ids=["an integer", "a float", "a tensor"])
+def test_a_learning_rate_that_ends_at_zero_is_reported_with_its_first_step(dtype, zero):
+    (finding,) = named(with_rates(lambda step: [zero if step >= 12 else 0.01], backwards=3, dtype=dtype))
+    assert (finding.severity, finding.step, finding.certainty) == ("warning", 12, "measured")
+    assert (finding.evidence["steps"], finding.evidence["of"]) == (28, 40)
+    assert finding.message == (
+        "The learning rate of AdamW was 0 in the last 28 of its 40 steps, from step 12 on: these steps change no weight. A step "
+        "has 3 backwards on average: a scheduler that steps once per backward ends too early."
+    )
+
+
+def test_a_learning_rate_that_is_always_zero_is_reported():
+    (finding,) = named(with_rates(lambda step: [0.0]))
+    assert (finding.severity, finding.step) == ("warning", 0)
+    assert "was 0 in all of its 40 steps" in finding.message
+    assert "not 0 from the start" in finding.fix
+
+
+def test_a_rate_of_zero_in_less_than_a_quarter_of_the_steps_is_information():
+    (finding,) = named(with_rates(lambda step: [0.0 if step >= 31 else 0.01]))
+    assert (finding.severity, finding.evidence["steps"]) == ("info", 9)
+
+
+@pytest.mark.parametrize(
+    ("rate_of", "how"),
+    [
+        (lambda step: [0.001 * step], {}),
+        (lambda step: [0.01 * (1 - step / 39)], {}),
+        (lambda step: [0.0 if step >= 33 else 0.01], {}),
+        (lambda step: [0.0 if step >= 190 else 0.01], {"steps": 200}),
+        (lambda step: [0.0 if step < 30 else 0.01], {}),
+        (lambda step: [0.0, 0.01], {"groups": 2}),
+    ],
+    ids=["a warm-up", "a schedule's end", "seven steps", "5% of the run", "at the start", "one group of two"],
+)
+def test_rates_of_zero_that_a_schedule_has_are_no_finding(rate_of, how):
+    assert named(with_rates(rate_of, **how)) == []
+
+
+def test_ranks_with_the_same_rate_have_one_finding():
+    records = [RateZero(step=12, text="AdamW", steps=28, of=40, rank=rank) for rank in range(2)]
+    progress = Progress(40, 40, 0, 40, True)
+    session = session_of(
+        {weight("w"): spread({-3: 1000})}, progress=progress, measurements=[r.measurement() for r in records]
+    )
+    assert len(named(analyse(session))) == 1

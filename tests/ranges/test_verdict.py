@@ -231,7 +231,7 @@ def test_a_scaler_above_the_window_may_stay_and_a_static_scale_may_not():
     assert told == [
         ("Healthy. Take the loss scale 32768 (2^15) next, or a GradScaler, which skips a step that overflows.", place),
         (
-            "Healthy: the precision needs no change. Keep the scaler: it skips a step that overflows, and lowers the scale.",
+            "Healthy: the precision needs no change. Keep the scaler: it skips steps that overflow, and lowers the scale.",
             place,
         ),
     ]

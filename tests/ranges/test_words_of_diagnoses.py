@@ -42,6 +42,11 @@ def event(step, phase="backward", **others):
     return Event(step, 0, phase, "fc", fields.pop("what", "activation"), "fc", "nan", **fields)
 
 
+def broken_alike(step):
+    figures = {"elements": 1.0, "of": 4.0, "from_finite": 1.0}
+    return Measurement("second-broken-alike", "fc", step, figures, ("sqrt", "train.py:3", "backward", ""))
+
+
 @pytest.mark.parametrize(
     ("squares", "not_finite", "words"),
     [
@@ -72,6 +77,34 @@ def test_the_sentence_on_a_norm_names_the_overflowing_quantity(squares, not_fini
     assert ("GradScaler that begins below 1" in finding.fix) is bool(not_finite)
 
 
+@pytest.mark.parametrize(
+    ("ledger", "measurements", "is_norm"),
+    [
+        ({"weights": {"float32": 9}, "outputs": ("float32",)}, (), False),
+        ({"weights": {"float32": 9}, "autocast": ("bfloat16",), "outputs": ("bfloat16",)}, (), False),
+        ({"weights": {"float32": 9}, "outputs": ("float32", "float16")}, (), True),
+        ({"weights": {"float16": 9}, "outputs": ("float16",)}, (), True),
+        ({"weights": {"float16": 9}}, [broken_alike(step=3)], False),
+        ({"weights": {"float16": 9}}, [broken_alike(step=5)], True),
+    ],
+    ids=["FP32", "BF16", "FP16 in part", "FP16", "FP16, broken in FP32 too", "FP16, broken later"],
+)
+def test_no_norm_is_to_blame_for_gradients_that_a_wider_format_would_not_make_finite(ledger, measurements, is_norm):
+    figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": 1e3, "not_finite": 1.0}
+    changed = Measurement("changed-before-step", "w", 3, figures, ("w",))
+    session = session_of(
+        {weight("w"): FINE},
+        progress=Progress(STEPS, STEPS, 0, STEPS, True),
+        measurements=(changed, *measurements),
+        precision=Precision(**ledger),
+        events=(event(3),),
+    )
+    ids = {finding.id for finding in analyse(session).findings if finding.severity != "info"}
+    assert ("gradients-clipped-to-zero" in ids) is is_norm
+    # Each way the infinities and NaNs have a cause.
+    assert ids & {"non-finite-event", "breaks-in-fp32-too", "gradients-clipped-to-zero"}
+
+
 def test_the_suggested_code_computes_the_norm_in_float32():
     figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": 1e10, "not_finite": 0.0}
     code = found("gradients-clipped-to-zero", Measurement("changed-before-step", "w", 3, figures, ("w",))).code
@@ -91,7 +124,7 @@ def test_the_number_of_further_steps_follows_the_first_step():
     clipped[0] = Measurement("changed-while-scaled", "w", 2, {**figures, "factor": 0.0012}, ("w",))
     assert found("unscale-missing", *clipped, progress=progress).message == (
         "In step 2, and in 2 more of the few steps that are checked for this, the gradients were clipped while they were still "
-        "multiplied by the loss scale of 1024 (2^10): the result was 0.0012 times as large. The limit was meant for the true "
+        "multiplied by the loss scale of 1024 (2^10): clipping multiplied them by 0.0012. The limit was meant for the true "
         "gradients, smaller by that scale."
     )
 
@@ -120,6 +153,31 @@ def test_all_tensors_with_the_largest_share_of_lost_updates_are_named():
     layers = {weight("w"): FINE} | dict(zip(keys, map(updates, (100, 100, 50, 100)), strict=True))
     message = found("updates-lost", layers=layers).message
     assert message.endswith("; 100% in 'a', 'b', 'd'.")
+
+
+@pytest.mark.parametrize(
+    ("lost", "weights", "sampled", "is_error"),
+    [
+        (99, {"bfloat16": 10}, 5, True),
+        (98, {"bfloat16": 10}, 5, False),
+        (99, {"bfloat16": 10}, 4, False),
+        (99, {"bfloat16": 10, "float32": 10}, 5, False),
+    ],
+)
+def test_a_loss_of_nearly_all_updates_is_an_error(lost, weights, sampled, is_error):
+    window = window_of(FINE, 10)
+    update = type(window)(FINE, 10, lost_updates={"bfloat16": LostUpdates(lost, 100, True)})
+    layers = {weight("w"): FINE, TensorKey("w", "update"): update}
+    others = {"layers": layers, "precision": Precision(weights), "progress": Progress(STEPS, sampled, 0, STEPS, True)}
+    finding = found("updates-lost", **others)
+    assert finding.severity == ("error" if is_error else "warning")
+    assert finding.message.endswith(" the model hardly trains.") is is_error
+    constant = Measurement("second-constant", "", 1, {}, ("rsub", "train.py:27", "step of SmallAdam"), "bfloat16")
+    cause = found("constant-is-one", constant, **others)
+    assert cause.severity == finding.severity
+    assert cause.message.endswith(" the model hardly trains.") is is_error
+    consequence = found("updates-lost", constant, **others)
+    assert (consequence.severity, consequence.fix) == (("info", "") if is_error else ("warning", finding.fix))
 
 
 def test_all_buffers_of_the_first_broken_module_are_named():
@@ -383,8 +441,8 @@ BATCH = Measurement("examined-batch", "", 4, {"elements": 16.0, "rows": 1.0, "of
     ("events", "watched", "words"),
     [
         ([(4, True)], None, "The model's input was finite in all other steps."),
-        ([(4, True), (5, True), (9, True)], None, "The model's input was not finite in 2 further steps, too."),
-        ([(4, True), (9, True)], 10, "The model's input was not finite in 1 further step, too."),
+        ([(4, True), (5, True), (9, True)], None, "The model's input was not finite in 2 further steps."),
+        ([(4, True), (9, True)], 10, "The model's input was not finite in 1 further step."),
         # The weights may be broken, and hide the input.
         ([(4, True), (5, False)], None, "neither the model nor the precision made them."),
         ([(4, True)], 10, "neither the model nor the precision made them."),

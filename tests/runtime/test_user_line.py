@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import os
 import sys
 
 from mpinspect.runtime.user_line import innermost_line, source_of
@@ -14,6 +16,7 @@ def line_in(path, written=None):
     if written is not None:
         path.parent.mkdir(exist_ok=True)
         path.write_text(written, "utf-8")
+        os.utime(path, (0, 0))
     names = {"__name__": "script", "line_of": innermost_line}
     exec(compile(written or SCRIPT, str(path), "exec"), names)
     return names["here"]()
@@ -40,6 +43,19 @@ def test_a_file_that_can_not_be_read_has_no_text(tmp_path):
         line = line_in(tmp_path / name)
         assert line == f"{name}:3"
         assert source_of(line) == ""
+
+
+def test_a_file_that_was_changed_since_the_start_has_no_text(tmp_path):
+    line = line_in(tmp_path / "edited.py", SCRIPT)
+    assert source_of(line)
+    os.utime(tmp_path / "edited.py")
+    assert source_of(line) == ""
+
+
+def test_a_cell_of_a_notebook_has_text_without_a_file(tmp_path, monkeypatch):
+    path = str(tmp_path / "cell.py")
+    monkeypatch.setitem(linecache.cache, path, (len(SCRIPT), None, SCRIPT.splitlines(keepends=True), path))
+    assert source_of(line_in(tmp_path / "cell.py")) == "return line_of(sys._getframe())"
 
 
 def test_lines_of_two_files_with_one_name_have_no_text(tmp_path):

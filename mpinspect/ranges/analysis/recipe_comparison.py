@@ -224,9 +224,11 @@ class RecipeReport(RendersItself):
         can_run = all(map(is_grouped, self.functions.values())) and not (uneven and recipe.name == "fp8-rowwise")
         if template is None or not served or not can_run:
             return ()
-        imports, config, call = template[:2], template[2], template[3]
-        pad = ("config.pad_token_groups_for_grouped_mm = True",) if uneven else ()
-        return (*imports, *_names_kept(served, "EXPERTS"), config, *pad, call)
+        *imports, config, call = template
+        lines = [*imports, *_names_kept(served, "EXPERTS"), config]
+        if uneven:
+            lines.append("config.pad_token_groups_for_grouped_mm = True")
+        return (*lines, call)
 
     def wide_products(self, recipe: TrainingRecipe) -> dict[str, tuple[str, ...]]:
         """Return the products that the recipe does not serve, by module."""
@@ -303,12 +305,17 @@ CONV1D_CODE = (
 
 def _float8(name: str, pads: bool = False) -> tuple[str, ...]:
     config = f'Float8LinearConfig.from_recipe_name("{name}")'
+    if pads:
+        return ("from dataclasses import replace", *_float8_of(f"replace({config}, pad_inner_dim=True)"))
+    return _float8_of(config)
+
+
+def _float8_of(config: str) -> tuple[str, ...]:
     return (
-        *(("from dataclasses import replace",) if pads else ()),
         "from torchao.float8 import Float8LinearConfig, convert_to_float8_training",
         "convert_to_float8_training(",
         "    model,",
-        f"    config=replace({config}, pad_inner_dim=True)," if pads else f"    config={config},",
+        f"    config={config},",
         "    module_filter_fn=lambda module, name: name not in KEEP,",
         ")",
     )

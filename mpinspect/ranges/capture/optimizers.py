@@ -175,5 +175,5 @@ def stands_still(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether every learning rate is 0: torch.distributed.checkpoint makes an optimizer's states by such a step."""
     rates = [group.get("lr") for group in optimizer.param_groups]
     return all(
-        isinstance(rate, float) or (isinstance(rate, torch.Tensor) and rate.is_cpu) for rate in rates
+        isinstance(rate, (int, float)) or (isinstance(rate, torch.Tensor) and rate.is_cpu) for rate in rates
     ) and not any(rates)

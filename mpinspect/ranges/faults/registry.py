@@ -117,7 +117,7 @@ def part_of(finding: Finding) -> str:
     """Return the part of the program in which a finding lies that names neither a layer nor a line; "" if that is not known."""
     if finding.id in _OF_LOOP:
         return "the training loop"
-    return "the batch" if finding.id == "batch-not-finite" else ""
+    return {"batch-not-finite": "the batch", "gradients-all-zero": "all weights"}.get(finding.id, "")
 
 
 def what_broke(report: RangeReport) -> Event | None:

@@ -375,7 +375,7 @@ class _Healthy(Sentences):
         "FP32 (autocast off)."
     )
     KEEP_SCALER = (
-        "{healthy}: the precision needs no change. Keep the scaler: it skips a step that overflows, and lowers the scale."
+        "{healthy}: the precision needs no change. Keep the scaler: it skips steps that overflow, and lowers the scale."
     )
     STATIC_LOWER = (
         "{healthy}. Take the loss scale {recommended:scale} next, or a GradScaler, which skips a step that overflows."

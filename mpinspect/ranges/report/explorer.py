@@ -189,6 +189,7 @@ def _opening(report: RangeReport, first: Opening) -> dict[str, Any]:
         "step": found.step,
         "until": first.until,
         "curve": first.has_curve,
+        "elsewhere": first.is_elsewhere,
         "grave": bool(report.verdict.ended) or any(each.severity == SEVERITIES[-1] for each in report.findings),
         "words": printable(first.words),
     }

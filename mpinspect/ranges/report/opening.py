@@ -61,6 +61,7 @@ class Opening(NamedTuple):
         culprit: the place that is to blame; empty without one.
         block: index of the block of steps, or WHOLE.
         has_curve: whether the losses at other loss scales matter, so that their curve is shown.
+        is_elsewhere: whether something is to blame, but neither a layer nor the loss scale.
         words: sentences on the marked and shown tensors; "" without any.
         until: the last step in trouble, of a run that skipped all steps that were not finite; None if that is not known.
     """
@@ -70,6 +71,7 @@ class Opening(NamedTuple):
     culprit: Culprit = _NOBODY
     block: int = WHOLE
     has_curve: bool = True
+    is_elsewhere: bool = False
     words: str = ""
     until: int | None = None
 
@@ -102,7 +104,9 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
         found = _of_end(report, layers)
     has_curve = depends_on_scale(finding, event) if finding is not None else not found.said
     block, words = WHOLE, found.words
-    if found.name and not found.kind and not has_curve:
+    is_in_ranges = finding is not None and shows_in_ranges(finding)
+    is_elsewhere = bool(found.name) and not (found.kind or has_curve or is_in_ranges)
+    if is_elsewhere:
         lies = found.name if finding is not None and found.name == line_of(finding) else ""
         words = f"The fault lies {filled('in {}, ', lies)}not in the ranges below."
     if not found.kind and is_other and format == FLOAT16.name:
@@ -112,7 +116,7 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
         words = f"{words} {_shown(event, block, blocks)}".lstrip()
         if block != WHOLE and not is_other:
             scale = _scale_at(report.session, blocks[block].last_step, scale)
-    return Opening(format, scale, found, block, has_curve, words, _last_skipped(event, report))
+    return Opening(format, scale, found, block, has_curve, is_elsewhere, words, _last_skipped(event, report))
 
 
 def _last_skipped(event: Event | None, report: RangeReport) -> int | None:

@@ -180,8 +180,10 @@ def _worst(report: RecipeReport, recipe: TrainingRecipe) -> str:
     if worst is None:
         return "nothing is rounded to nearest"
     row, operand = worst
-    where = bracketed(modules_named([row.module]), row.product, operand.tensor)
-    return f"at worst {_share(operand)}{where if operand.loss.lost_l1_share >= _SMALL else ''}"
+    words = f"at worst {_share(operand)}"
+    if operand.loss.lost_l1_share < _SMALL:
+        return words
+    return words + bracketed(modules_named([row.module]), row.product, operand.tensor)
 
 
 def _noise(report: RecipeReport, recipe: TrainingRecipe) -> str:
@@ -308,7 +310,7 @@ def _of_experts(report: RecipeReport) -> Iterator[Block]:
     if recipe is None:
         yield Line(f"{start}.")
         return
-    pads = "padded, " if report.uneven_experts(recipe) else ""
+    pads = "padded, " * bool(report.uneven_experts(recipe))
     needs = {"fp8-rowwise": "9.0 or 10.0"}.get(recipe.name, recipe.compute_capability)
     yield Line(
         f"{start}. Run before the optimizer is made, this computes that product in {recipe.title} ({pads}cc {needs}):"
@@ -329,10 +331,8 @@ def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Blo
 def _notes(report: RecipeReport) -> Iterator[str]:
     yield _NOT_JUDGED
     by_torchao = report.advised is not None or any(map(report.expert_code, report.recipes))
-    libraries = [
-        *(("torchao 0.18",) if by_torchao else ()),
-        *(("TransformerEngine 2.20",) if _by_engine(report) else ()),
-    ]
+    uses = {"torchao 0.18": by_torchao, "TransformerEngine 2.20": _by_engine(report) is not None}
+    libraries = [library for library, is_used in uses.items() if is_used]
     if libraries:
         yield (
             f'The code is for {" and ".join(libraries)}. Afterwards, the report of "mpinspect run SCRIPT" states which products '

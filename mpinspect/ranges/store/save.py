@@ -10,6 +10,7 @@ from mpinspect.ranges.session import Session, TensorKey
 from mpinspect.ranges.store import frames, windows
 from mpinspect.ranges.store.frames import HEADER, SessionError, frame, reason
 from mpinspect.ranges.store.reader import read_session
+from mpinspect.reporting.words import filled
 from mpinspect.runtime.appending import write_all
 
 
@@ -95,6 +96,5 @@ def _describe(file: Path) -> str:
         session = read_session(file)
     except SessionError:
         return f"a {file.name} that can't be read"
-    model = f" of {session.info.model}" if session.info.model else ""
-    started = f", started {session.info.started}" if session.info.started else ""
+    model, started = filled(" of {}", session.info.model), filled(", started {}", session.info.started)
     return f"another run ({session.reached().steps:,} steps{model}{started})"

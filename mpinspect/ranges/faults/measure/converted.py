@@ -89,7 +89,7 @@ def asked_for(layers: Sequence[LayersRecord]) -> tuple[str, ...]:
     if not alive.isdisjoint(_CONVERTED):
         return ()
     has_run = getattr(sys.modules.get(_CONVERTER), _HAS_RUN, False)
-    return (*((CONVERTER_CALLED,) if has_run else ()), *((CONFIGURED,) if alive & configs else ()))
+    return tuple(trace for trace, is_there in ((CONVERTER_CALLED, has_run), (CONFIGURED, alive & configs)) if is_there)
 
 
 def _torchao_configs() -> Iterator[type]:

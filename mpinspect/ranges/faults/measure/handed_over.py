@@ -21,6 +21,7 @@ from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import is_plain, read_largest
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward, Call, ParameterGradient
+from mpinspect.ranges.faults.measure.lost_backwards import Backwards, LostBackwards
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
 from mpinspect.ranges.records import (
     Change,
@@ -42,7 +43,7 @@ from mpinspect.runtime.distributed import has_process_group
 #: Number of steps observed after each event, and the maximum number of such steps in a run.
 _AFTER_EVENT, _MOST_AFTER_EVENTS = 3, 30
 #: Maximum number of a step's backwards that are preceded by a reading of the gradients.
-_MOST_BACKWARDS = 4
+_MOST_BACKWARDS = 32
 #: How a module was called, by whether its calls had a graph (None: no call): the name of a flag of ``MissingGradients``.
 _HOW_CALLED = {None: "not_called", True: "called", False: "without_graph"}
 #: Ratios that differ by at most this relative amount count as equal, because FP32 rounds each element separately.
@@ -60,6 +61,10 @@ class Magnitudes(NamedTuple):
     def copies(self) -> list[HostCopy]:
         """Return the copies that the other methods read."""
         return self.values.copies + self.norms.copies
+
+    def read(self) -> dict[str, float]:
+        """Return the magnitudes by name. Waits for the device like ``Sent.read``."""
+        return self.values.read()
 
     def sum_of_squares(self) -> float:
         """Return the sum of squares of all finite FP16 gradients together. Waits for the device like ``Sent.read``."""
@@ -98,6 +103,7 @@ class _Step:
         is_measured: whether all observers measure in this step; False in the steps after an event.
         moments: the gradients' magnitudes by moment of the step.
         left: the gradients' magnitudes at the beginning of each of the step's backwards.
+        lost: the evidence on gradients that are zeroed between two backwards.
         places, in_place: the gradients' addresses when the step's first backward began, and the parameters whose gradients had
             the same address at the optimizer's step.
         arrived: the parameters that received a gradient.
@@ -118,6 +124,7 @@ class _Step:
     is_measured: bool = False
     moments: dict[str, list[Magnitudes]] = field(default_factory=lambda: defaultdict(list))
     left: list[Magnitudes] = field(default_factory=list)
+    lost: Backwards = field(default_factory=Backwards)
     places: dict[str, int] = field(default_factory=dict)
     in_place: set[str] = field(default_factory=set)
     arrived: set[str] = field(default_factory=set)
@@ -138,11 +145,11 @@ class _Step:
     def copies(self) -> list[HostCopy]:
         """Return the copies that judging the step reads."""
         found = [*(each for parts in self.moments.values() for each in parts), *self.left, *(self.again or ())[:1]]
-        return [copy for each in found for copy in each.copies()]
+        return [copy for each in found for copy in each.copies()] + self.lost.copies()
 
     def read(self, moment: str) -> dict[str, float]:
         """Return the magnitudes at a moment, by name."""
-        return {name: value for part in self.moments[moment] for name, value in part.values.read().items()}
+        return {name: value for part in self.moments[moment] for name, value in part.read().items()}
 
 
 class HandedOver(Measuring):
@@ -155,6 +162,7 @@ class HandedOver(Measuring):
         super().__init__(run)
         self._events = self._armed = self._armed_in_all = 0
         self._now = _Step()
+        self._lost = LostBackwards(self._parameters, self._optimizers)
         #: For each measured step, the common factor of division on the way to the masters; NaN without one.
         self._divisors: list[float] = []
         #: The parameters that ever received a gradient, and the parameters that an optimizer steps.
@@ -172,10 +180,11 @@ class HandedOver(Measuring):
         self._armed -= self._armed > 0
         self._armed_in_all += is_armed
         self.at_work = self.wants_backward_end = (self._clock.measured or is_armed) and not has_process_group()
-        self._now = _Step(self._clock.measured)
+        self._now = _Step(self._clock.measured, lost=self._lost.begin_step(self._clock.measured))
 
     def called(self, call: Call) -> None:
         """Record that a module was called, and whether a graph was built."""
+        self._lost.called(self._now.lost, call.outputs)
         self._called[call.layer.path] = self._called.get(call.layer.path, False) or torch.is_grad_enabled()
 
     def backward_begins(self, backward: Backward) -> None:
@@ -184,11 +193,13 @@ class HandedOver(Measuring):
             if not self._now.left:
                 self._now.places = self._gradients_places()
             self._now.left.append(magnitudes(self._parameters))
+            self._lost.backward_begins(self._now.lost, self._now.left[-1], backward.micro_batch)
         if self._now.unscaled:
             self._now.kept = magnitudes(watched for watched in self._parameters if watched.name in self._now.unscaled)
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
-        """Record the constant factor that the loop applied to the loss."""
+        """Record the constant factor that the loop applied to the loss, and the tensors that it reaches."""
+        self._lost.backward_called(self._now.lost, losses)
         self._now.multiplied_by = _constant_factor(losses)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
@@ -219,6 +230,7 @@ class HandedOver(Measuring):
         self._now.stepping.clear()
         self._now.with_masters.clear()
         self._add("given", self._parameters)
+        self._now.lost.last = self._now.moments["given"][-1]
 
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients before a scaler unscales them."""
@@ -239,6 +251,7 @@ class HandedOver(Measuring):
         """Record the gradients that the optimizer receives."""
         if not self.at_work:
             return
+        self._now.lost.last = None
         self._add("handed", self._optimizers.parameters(optimizer))
         if self._now.left:
             # A script may replace the gradients, for example by the results of torch.autograd.grad, which does not accumulate.
@@ -283,6 +296,8 @@ class HandedOver(Measuring):
     def run_ends(self) -> None:
         """Record the masters' divisor, optimized parameters without a gradient, and parameters with one but no optimizer."""
         super().run_ends()
+        for lost in self._lost.found():
+            self._record(lost)
         self._masters.settle()
         if self._divisors and all(divisor >= _DIVIDED for divisor in self._divisors):
             weights = tuple(each.name for each in self._masters.weights())
@@ -313,6 +328,9 @@ class HandedOver(Measuring):
         """Record the faults of one step; ``ever``: the parameters that had received a gradient before it."""
         found = [*_stale(seen, ever), *_changed(seen), *_left_over(seen)]
         given = {name: value for name, value in seen.read("given").items() if name in seen.with_masters}
+        if seen.is_measured and seen.stepping and not seen.with_masters and seen.backwards == len(seen.left):
+            at_step = dict.fromkeys(seen.stepping, 0.0) | seen.read("handed")
+            self._lost.judge(step, seen.lost, seen.read("given"), at_step)
         handed = seen.read("masters")
         # A loop may skip a step by passing no gradients to its optimizer.
         is_skipped = bool(_broken(given)) and not handed
@@ -405,7 +423,7 @@ def _divided_too_often(seen: _Step, scaled: Mapping[str, float]) -> Iterator[Rec
     yield UnscaledNeverScaled(names=tuple(never), of=len(scaled))
     if seen.again is not None:
         kept, counts = seen.again
-        again = [name for name, value in kept.values.read().items() if value > 0 and name in counts]
+        again = [name for name, value in kept.read().items() if value > 0 and name in counts]
         times = max((counts[name] for name in again), default=0)
         yield UnscaledAgain(names=tuple(again), of=len(counts), times=times)
 
@@ -420,7 +438,7 @@ def _stale(seen: _Step, ever: frozenset[str]) -> Iterator[Record]:
 
 def _left_over(seen: _Step) -> Iterator[Record]:
     """Yield gradients left over at the step's first backward, unless a later backward began with zeros (zero_grad())."""
-    left = [found.values.read() for found in seen.left]
+    left = [found.read() for found in seen.left]
     old = [name for first in left[:1] for name, value in first.items() if value > 0 and name in seen.in_place]
     if old and all(any(value > 0 for value in values.values()) for values in left):
         largest, of = max(left[0].values()), len(seen.read("given"))

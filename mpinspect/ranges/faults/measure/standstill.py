@@ -1,7 +1,8 @@
-"""An observer of weights that no longer change while their optimizer steps, and of the loss in these steps."""
+"""An observer of weights that no longer change while their optimizer steps, of the loss in these steps, and of zero rates."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import torch
 from mpinspect.ranges.capture.optimizers import stands_still
 from mpinspect.ranges.faults.measure.masters import Samples, samples
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
-from mpinspect.ranges.records import Standstill
+from mpinspect.ranges.records import RateZero, Standstill
 
 #: Minimum number of steps with a learning rate other than 0 in which the weights must stay the same, and of measured steps among
 #: them with a gradient: rows of a table that no sample uses stay the same, too.
@@ -25,6 +26,16 @@ class _Seen(NamedTuple):
     weights: dict[str, torch.Tensor]
 
 
+@dataclass
+class _Rates:
+    """An optimizer's steps; ``still``: those up to the last one with a learning rate of 0, from step ``since`` on."""
+
+    name: str
+    steps: int = 0
+    still: int = 0
+    since: int = 0
+
+
 class StandingStill(Measuring):
     """Compares a few elements of FP32 weights at the ends of measured steps and of the run; never waits during the run.
 
@@ -34,6 +45,8 @@ class StandingStill(Measuring):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._steps = 0
+        #: By the optimizer's id; if Python reuses the id, the steps of both optimizers count as one's.
+        self._rates: dict[int, _Rates] = {}
         self._loss: Sent | None = None
         self._given: list[Samples] = []
         #: The first step since which the weights are the same, and the losses of the measured steps after it.
@@ -55,7 +68,12 @@ class StandingStill(Measuring):
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the steps that are meant to change the weights, and read their gradients; a closure has made them by now."""
-        self._steps += not stands_still(optimizer)
+        is_still = stands_still(optimizer)
+        self._steps += not is_still
+        rates = self._rates.setdefault(id(optimizer), _Rates(type(optimizer).__name__))
+        if is_still and not rates.still:
+            rates.since = self._clock.step
+        rates.steps, rates.still = rates.steps + 1, is_still * (rates.still + 1)
         if self.at_work:
             parameters = self._optimizers.parameters(optimizer)
             self._given.append(samples((each.name, each.parameter.grad) for each in parameters))
@@ -70,8 +88,11 @@ class StandingStill(Measuring):
             self._arrivals.call(copies, partial(self._compare, step, self._steps, weights, given, loss))
 
     def run_ends(self) -> None:
-        """Record the weights that are the same at the run's end as at the end of an earlier step."""
+        """Record zero learning rates, and the weights that are the same at the run's end as at the end of an earlier step."""
         super().run_ends()
+        for each in self._rates.values():
+            if each.still >= _FEWEST_STEPS:
+                self._record(RateZero(step=each.since, text=each.name, steps=each.still, of=each.steps))
         since = self._since
         if since is None or self._gradients < _FEWEST_GRADIENTS or self._steps - since.steps < _FEWEST_STEPS:
             return

@@ -208,8 +208,11 @@ class _Whole(Sentences):
     SUMS = "Add up in integers."
     INDICES = "Keep positions, indices and counts as integers, or in FP32."
     WIDE_ANGLES = (
-        "positions = positions.float()[:, None]\n"
-        "angles = positions * inv_freq.float()\n"
+        "positions = torch.arange(\n"
+        "    n, dtype=torch.float32, device=x.device\n"
+        ")\n"
+        "inv_freq = inv_freq.float()\n"
+        "angles = positions[:, None] * inv_freq\n"
         "cos = angles.cos().to(dtype)\n"
         "sin = angles.sin().to(dtype)"
     )

@@ -112,22 +112,24 @@ class _Batch(Sentences):
     TARGETS = (
         "In step {step} the targets hold infinities or NaNs{places}: neither the model nor the precision made them."
     )
-    ALSO = "The model's input was not finite in {further:count further step}, too."
+    ALSO = "The model's input was not finite in {further:count further step}."
     ALONE = "The model's input was finite in all other steps."
     LOOK = "Look at these samples and their preprocessing; leave them out or repair them before they reach the model."
-    GOOD_BATCH = (
-        "good = torch.isfinite(batch)\n"
-        "good = good.reshape(len(batch), -1).all(1)\n"
+    GOOD = (
+        "good = torch.isfinite({bad})\n"
+        "good = good.reshape(len({bad}), -1).all(1)\n"
         "if not good.any():\n"
         "    continue\n"
         "batch, target = batch[good], target[good]"
     )
-    GOOD_TARGETS = (
-        "good = torch.isfinite(target)\n"
-        "good = good.reshape(len(target), -1).all(1)\n"
-        "if not good.any():\n"
-        "    continue\n"
-        "batch, target = batch[good], target[good]"
+    GOOD_ON_EACH_RANK = (
+        "good = torch.isfinite({bad})\n"
+        "good = good.reshape(len({bad}), -1).all(1)\n"
+        "# no rank may leave out a backward\n"
+        "{bad} = {bad}.nan_to_num(0.0, 0.0, 0.0)\n"
+        'losses = loss_fn(\n    model(batch), target, reduction="none"\n)\n'
+        "count = good.sum().clamp_min(1)\n"
+        "loss = losses[good].sum() / count"
     )
 
 
@@ -151,8 +153,8 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
             measured,
             [_Batch.TARGETS.when(of_targets) or _Batch.BATCH, None if of_targets else _others(further, case)],
             _Batch.LOOK,
-            _Batch.GOOD_TARGETS.when(of_targets) or _Batch.GOOD_BATCH,
-            {"further": further},
+            _Batch.GOOD.when(case.session.info.world_size == 1) or _Batch.GOOD_ON_EACH_RANK,
+            {"further": further, "bad": ("batch", "target")[of_targets]},
             layer="",
             is_mild=event is None,
             is_inferred=isinstance(measured, ExaminedDifference),

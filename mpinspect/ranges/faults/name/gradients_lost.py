@@ -11,22 +11,30 @@ from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, Case, FP32Weights,
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
 from mpinspect.ranges.records import (
+    BrokenAlike,
     ChangedBeforeStep,
     LeftOver,
+    LostBackwards,
     MastersAddedUp,
     MastersNotCopied,
     NeverUpdated,
+    RateZero,
     Stale,
     Standstill,
     StepsStopped,
 )
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Said, Sentences
 from mpinspect.reporting.words import filled
 
 #: Fewest backwards without an update that count as a training that never updates.
 _FEWEST_BACKWARDS = 3
 #: Fewest steps that must leave the weights as they are.
 _FEWEST_STILL = 8
+#: Fewest backwards per step, on average, that count as several micro-batches.
+_SEVERAL = 1.5
+#: Shares of an optimizer's steps, up to the run's end, at a learning rate of 0: more than a schedule's natural end has, and
+#: enough for a warning.
+_SOME_STILL, _MUCH_STILL = 0.05, 0.25
 #: A smaller factor is not clipping: it makes the gradients too small to learn from.
 _NOTHING = 1e-6
 
@@ -148,14 +156,57 @@ class _Still(Sentences):
     )
 
 
+class _Rate(Sentences):
+    ZERO = (
+        "The learning rate of {optimizer} was 0 in the last {steps:.0f} of its {of:.0f} steps, from step {step} on: these steps "
+        "change no weight."
+    )
+    ALWAYS_ZERO = "The learning rate of {optimizer} was 0 in all of its {of:.0f} steps: they change no weight."
+    BACKWARDS = (
+        "A step has {backwards:.3g} backwards on average: a scheduler that steps once per backward ends too early."
+    )
+    SET_TOTAL = (
+        "Let the scheduler step once per optimizer step, and make it for the number of optimizer steps in the whole run: a "
+        "scheduler that steps once per micro-batch or once per process, or a total that is too small, reaches 0 early."
+    )
+    SET_RATE = (
+        "See that the schedule, or the factor that multiplies the initial learning rate, is not 0 from the start."
+    )
+    ONE_STEP = (
+        "# per update, not per micro-batch\n"
+        "if (number + 1) % accumulation_steps == 0:\n"
+        "    optimizer.step()\n"
+        "    scheduler.step()\n"
+        "    optimizer.zero_grad()"
+    )
+    READ = 'for group in optimizer.param_groups:\n    print(group["lr"])'
+
+
+def _rate_is_zero(case: Case) -> Iterator[Found]:
+    """Yield the optimizers whose learning rate was 0 up to the run's end; each class once, since every rank records its own."""
+    found = {each.text: each for each in case.recorded(RateZero) if each.steps > _SOME_STILL * each.of}
+    backwards = case.progress.backwards / max(case.progress.steps, 1)
+    for each in found.values():
+        says: Said = (_Rate.ZERO, _Rate.BACKWARDS.when(backwards >= _SEVERAL))
+        fix, code = _Rate.SET_TOTAL, _Rate.ONE_STEP
+        if each.steps == each.of:
+            says, fix, code = _Rate.ALWAYS_ZERO, _Rate.SET_RATE, _Rate.READ
+        words = {"optimizer": each.text, "backwards": backwards}
+        is_mild = each.steps < _MUCH_STILL * each.of
+        yield Found.of(case, [each], says, fix, code, words=words, is_mild=is_mild)
+
+
 def _stands_still(case: Case) -> Iterator[Found]:
-    """FP32 weights that no step changes any more up to the run's end, in a run that computes in 16 bits.
+    """FP32 weights that no step changes any more up to the run's end, in a run that computes in 16 bits; learning rates of 0.
 
     A few elements of each weight are compared at the ends of measured steps and of the run, over at least eight steps. Steps with
-    a learning rate of 0 do not count, nor runs in which these elements have no gradient.
+    a learning rate of 0 do not count, nor runs in which these elements have no gradient. A learning rate that is exactly 0 up to
+    the run's end is reported in any format, from eight steps and 5% of the run on.
 
-    False alarms: A line search that has reached the minimum of the rounded loss is reported; in FP32 it may find a lower one.
+    False alarms: A line search that has reached the minimum of the rounded loss is reported; in FP32 it may find a lower one. An
+    optimizer that is stopped on purpose by a learning rate of 0 is reported; as information below a quarter of its steps.
     """
+    yield from _rate_is_zero(case)
     format, found = run_format(case.session), next(case.recorded(Standstill), None)
     if found is None or format not in (FLOAT16, BFLOAT16):
         return
@@ -236,9 +287,23 @@ class _Zeroed(Sentences):
         "nothing from them."
     )
     LOOK = "Look at the code between backward() and step(): zero_grad(), a mask, a factor."
+    BACKWARDS = (
+        "In step {step}{again} the gradients of {lost:.0f} of {backwards:.0f} backwards were zeroed before an optimizer stepped "
+        "on them: the weights learn from the last backward of a step alone."
+    )
+    ONLY_THESE = "In these steps it got no gradient of {modules}."
+    ONCE_A_STEP = (
+        "Zero the gradients once per optimizer step, after it, in place of before each backward. To learn from the last backward "
+        "alone, leave out the others."
+    )
     COPY = "Look at the code between backward() and step(): it is to copy the model's gradients to the masters."
     ZERO_FIRST = "optimizer.zero_grad()\nloss.backward()\noptimizer.step()"
     COPY_LOOP = "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float()\noptimizer.step()"
+    ZERO_AFTER_STEP = (
+        "for micro_batch in micro_batches:\n"
+        "    loss_of(micro_batch).backward()\n"
+        "optimizer.step()\noptimizer.zero_grad()"
+    )
 
 
 def _gone(case: Case) -> list[ChangedBeforeStep]:
@@ -258,14 +323,25 @@ def _is_by_norm(gone: ChangedBeforeStep) -> bool:
     return squares > FLOAT16.max_finite or bool(gone.not_finite)
 
 
+def _were_broken(gone: ChangedBeforeStep, case: Case) -> bool:
+    """Return whether the backward made infinities or NaNs that another format would not avoid: no norm is to blame for them."""
+    precision, format = case.precision, run_format(case.session)
+    has_float16 = FLOAT16.name in (*precision.weights, *precision.gradients, *precision.outputs)
+    is_wide = format not in (None, FLOAT16) and not has_float16
+    is_alike = any(each.step == gone.step for each in case.recorded(BrokenAlike))
+    return bool(gone.not_finite) and gone.sum_of_squares <= FLOAT16.max_finite and (is_alike or is_wide)
+
+
 def _clipped_to_zero(case: Case) -> Iterator[Found]:
     """Gradients that were finite after the backward, and zero or NaN after they were divided by a norm that was not finite.
+
+    Where the backward itself made infinities or NaNs without FP16, the event alone is reported.
 
     False alarms: Gradients that a script zeroes on purpose before a step (a warm-up that trains nothing) are reported if their
     norm would not be finite in FP16.
     """
     gone = _gone(case)
-    if not gone or not _is_by_norm(gone[0]):
+    if not gone or not _is_by_norm(gone[0]) or _were_broken(gone[0], case):
         return
     first = gone[0]
     whose, fix = "", _Clipped.NORM_IN_FP32
@@ -293,10 +369,18 @@ def _why_not_finite(gone: ChangedBeforeStep) -> str:
 
 
 def _zeroed(case: Case) -> Iterator[Found]:
-    """Gradients that were finite after the backward, and zero when the optimizer got them.
+    """Gradients that were finite after the backward, and zero when the optimizer got them, or zeroed before the next backward.
 
-    False alarms: Gradients that a script zeroes on purpose before a step (a warm-up that trains nothing) are reported.
+    Backwards are reported as lost if this is so in nearly all measured steps, each backward begins without gradients, the weights
+    are the same in all, no loss reaches other tensors, and the optimizer gets the gradients of the last backward.
+
+    False alarms: Gradients that a script zeroes on purpose before a step (a warm-up that trains nothing) are reported. So is a
+    loop that only reads the gradients of its earlier backwards in every step, such as their norms.
     """
+    lost = list(case.recorded(LostBackwards))
+    if lost:
+        says = (_Zeroed.BACKWARDS, _Zeroed.ONLY_THESE.when(lost[0].names))
+        yield Found.of(case, lost, says, _Zeroed.ONCE_A_STEP, _Zeroed.ZERO_AFTER_STEP, is_mild=True)
     gone = _gone(case)
     if not gone or _is_by_norm(gone[0]):
         return
@@ -405,7 +489,7 @@ def _stale(case: Case) -> Iterator[Found]:
 
 NEVER_UPDATED = Fault("never-updated", "error", _never_updated, (_Never, Inspect))
 STEPS_STOPPED = Fault("steps-stopped", "warning", _steps_stopped, (_Stopped,))
-STANDS_STILL = Fault("weights-stand-still", "warning", _stands_still, (_Still,))
+STANDS_STILL = Fault("weights-stand-still", "warning", _stands_still, (_Still, _Rate))
 GONE = (
     Fault("gradients-clipped-to-zero", "error", _clipped_to_zero, (_Clipped, FP32Weights), ("non-finite-event",)),
     Fault("gradients-zeroed", "error", _zeroed, (_Zeroed,)),

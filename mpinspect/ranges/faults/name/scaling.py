@@ -43,8 +43,10 @@ _NEAR = 4.0
 class _Scaler(Sentences):
     """Code that several of these faults share."""
 
-    NEW = "scaler = torch.amp.GradScaler({device_type})"
-    BEGINNING_AT = "scaler = torch.amp.GradScaler(\n    {device_type}, init_scale=2.0**{log2_start}\n)"
+    NEW = "# once, before the loop\nscaler = torch.amp.GradScaler({device_type})"
+    BEGINNING_AT = (
+        "# once, before the loop\nscaler = torch.amp.GradScaler(\n    {device_type}, init_scale=2.0**{log2_start}\n)"
+    )
 
 
 def _skips(case: Case) -> list[Event]:
@@ -714,11 +716,12 @@ class _Missing(Sentences):
     AUTOCAST_BF16 = "with torch.autocast({device_type}, torch.bfloat16):\n    loss = loss_fn(model(x), target)"
     FOR_DEVICE = "Make the scaler for the device of the model{room}."
     ENABLE = "Make the scaler with enabled=True{room}."
-    ENABLED = "scaler = torch.amp.GradScaler(\n    {device_type}, enabled=True\n)"
+    ENABLED = "# once, before the loop\nscaler = torch.amp.GradScaler(\n    {device_type}, enabled=True\n)"
     ENABLED_AT = (
+        "# once, before the loop\n"
         "scaler = torch.amp.GradScaler(\n    {device_type},\n    init_scale=2.0**{log2_start},\n    enabled=True,\n)"
     )
-    SCALED_STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
+    SCALED_STEP = "# in the loop\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
 
 
 #: By the sentence on the scaler: the change, and the line that makes the scaler, without and with an initial scale.

@@ -11,7 +11,7 @@ from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD, of_operation
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed
+from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed, no_weight_changes
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
@@ -215,7 +215,7 @@ class _Born(Sentences):
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     PLAIN = "y = {expression}"
     CAST = "with torch.autocast({device_type}, enabled=False):\n    y = {expression}"
-    AND_LAYERS = "    # here too: the layers that take y"
+    AND_LAYERS = "    # the operators that take y: here, too"
     CAST_BOTH = "with torch.autocast({device_type}, enabled=False):\n    x = {origin_expression}\n    y = {of_x}"
     UNCAST = "with torch.autocast({device_type}, enabled=False):\n    # x as it was before the cast\n    y = layer(x)"
     MASK_OF_THE_DTYPE = (
@@ -431,7 +431,8 @@ class _Sum(Sentences):
     )
     IN_FP32 = "Add up in FP32: cast the terms before the sum, and its result afterwards."
     CAST = "total = {expression}"
-    CAST_INDEXED = "total = torch.zeros(n, dtype=torch.float32)\ntotal.index_add_(0, index, terms.float())"
+    CAST_INDEXED = "total = total.float().index_add(\n    0, index, terms.float()\n)"
+    CAST_PUT = "total = total.float().index_put(\n    index, terms.float(), accumulate=True\n)"
 
 
 def _sum_loses_terms(case: Case) -> Iterator[Found]:
@@ -444,9 +445,11 @@ def _sum_loses_terms(case: Case) -> Iterator[Found]:
     for lost in _by_place(case.recorded(LostSum), "error"):
         also, words = _gradients(lost)
         is_fault = also is not None or lost.error >= _MOST_OF_IT
-        is_indexed = lost.names[0].startswith(("index", "scatter", "_index", "embedding"))
-        fix, code = _Sum.IN_FP32.when(is_fault), (_Sum.CAST_INDEXED.when(is_indexed) or _Sum.CAST).when(is_fault)
-        yield _found(lost, (_Sum.LOSES, also), fix, code, words, is_mild=not is_fault)
+        operator = lost.names[0].strip("_")
+        code = _Sum.CAST_INDEXED.when(operator.startswith(("index", "scatter", "embedding"))) or _Sum.CAST
+        code = _Sum.CAST_PUT.when(operator.startswith("index_put")) or code
+        fix = _Sum.IN_FP32.when(is_fault)
+        yield _found(lost, (_Sum.LOSES, also), fix, code.when(is_fault), words, is_mild=not is_fault)
 
 
 class _Absorbed(Sentences):
@@ -651,6 +654,7 @@ class _One(Sentences):
         "1 - 2^-{bits} = {most:.6g} are rounded to 1, such as a beta2 of {such_as}. A bias correction or a weight that is "
         "computed from this difference is lost."
     )
+    ALL_LOST = "With it nearly no update changes a weight: the model hardly trains."
     PYTHON = "Keep decay factors, and their powers, as Python numbers or in FP32."
     CORRECTION = "# Python numbers\ncorrection = 1 - beta2**step"
 
@@ -660,12 +664,16 @@ def _constant_is_one(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
+    It is an error if nearly no update changes a weight: a division by the difference gives infinities, and these updates of zero.
+
     False alarms: That the number was rounded to 1 is inferred. A factor that is 1 on purpose is reported too.
     """
+    all_lost = no_weight_changes(case)
     for constant in _by_place(case.recorded(RoundedConstant), "step"):
         bits = SIGNIFICAND_BITS[constant.text] + 1
         words = {"bits": bits, "most": 1 - 2.0**-bits, "such_as": ("0.999", "0.9999")[constant.text == FLOAT16.name]}
-        yield _found(constant, _One.IS_ONE, _One.PYTHON, _One.CORRECTION, words, is_inferred=True)
+        says = (_One.IS_ONE, _One.ALL_LOST.when(all_lost))
+        yield _found(constant, says, _One.PYTHON, _One.CORRECTION, words, is_grave=all_lost, is_inferred=True)
 
 
 class _Left(Sentences):
@@ -856,7 +864,7 @@ FAULTS = (
     Fault("input-rounded-away", "warning", _input_rounded_away, (_Born,), _OF_BORN),
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("choices-differ", "warning", _choices_differ, (_Choices,)),
-    Fault("constant-is-one", "warning", _constant_is_one, (_One,)),
+    Fault("constant-is-one", "warning", _constant_is_one, (_One,), ("updates-lost",)),
     Fault("operator-flushes", "warning", _operator_flushes, (_Flush,)),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),

@@ -11,7 +11,7 @@ from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weight
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.records import Accumulation, FlushedState, MastersOverwritten, MastersStale, WeightGrowth
-from mpinspect.ranges.session import Event, LostUpdates, OptimizerRecord, TensorKey
+from mpinspect.ranges.session import NO_LOST_UPDATES, Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import by_number, filled, number_of
 
@@ -25,6 +25,8 @@ _DECOUPLED = ("AdamW", "Lion", "NAdamW", "Muon", "Adafactor")
 #: Share of lost updates or gradients above which a warning is given. For comparison: a digits classifier trained by SGD with
 #: FP16 weights and no FP32 masters lost 87% of its updates, and its loss ended at 0.298 against 0.160.
 _LOST_TOLERANCE = 0.1
+#: The share of lost updates from which on a model hardly trains, if so many steps were sampled: not the first of a warm-up.
+_NEARLY_ALL, _FEWEST_STEPS = 0.99, 5
 
 
 def never_decays(dtype: str, kept: float) -> bool:
@@ -53,6 +55,7 @@ class _Updates(Sentences):
     ONE_LOSES = (
         "{worst:some} is stored in {format:format}, and rounding loses {lost_fraction:percent} of its updates{sampled}."
     )
+    ALL = "Nearly no update changes a weight: the model hardly trains."
     FP32_WEIGHTS = "Keep all weights in FP32: autocast casts the operands of each product."
     FP32_WEIGHTS_OR_MASTERS = (
         "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights."
@@ -78,6 +81,11 @@ class _LostInFormat:
         return self.is_fault or any(each.lost for each in self.updates.values())
 
     @property
+    def fraction(self) -> float:
+        """The share of the non-zero updates that are lost, 0..1."""
+        return sum(self.told.values(), NO_LOST_UPDATES).fraction
+
+    @property
     def told(self) -> dict[str, LostUpdates]:
         """The updates that the finding is about: of a fault only those that are lost in this run."""
         return {name: each for name, each in self.updates.items() if not self.is_fault or name in self.stored}
@@ -88,6 +96,8 @@ def _updates_lost(case: Case) -> Iterator[Found]:
 
     An optimizer whose step draws random numbers is taken to round stochastically, which loses nothing on average; one that keeps
     what rounding cuts off in a state (Kahan's summation), as the state's values show, adds it later.
+
+    It is an error if all weights are in 16 bits and rounding loses 99% of the updates, in five sampled steps or more.
 
     False alarms: An optimizer that rounds stochastically with numbers of its own, and one that keeps what rounding cuts off in
     units of its own or for weights all of about the same magnitude, or whose updates have not added up to a weight's spacing yet
@@ -100,11 +110,12 @@ def _updates_lost(case: Case) -> Iterator[Found]:
         highest = told[ordered[0]].fraction
         fix, code = _kept_wide(lost, case)
         says, which = _who_loses(lost, case)
+        is_all = _are_all_lost(lost, case)
         yield Found(
-            says,
+            (says, _Updates.ALL.when(is_all)),
             {
                 "format": lost.storage,
-                "lost_fraction": sum(part.lost for part in told.values()) / sum(part.nonzero for part in told.values()),
+                "lost_fraction": lost.fraction,
                 "worst_lost_fraction": highest,
                 "layers": len(told),
                 "measured": all(part.measured for part in told.values()),
@@ -117,8 +128,19 @@ def _updates_lost(case: Case) -> Iterator[Found]:
             fix,
             code,
             layer=ordered[0],
+            is_grave=is_all,
             is_mild=not lost.is_fault,
         )
+
+
+def no_weight_changes(case: Case) -> bool:
+    """Return whether nearly all updates are lost, of a model whose weights are all in 16 bits."""
+    return any(_are_all_lost(lost, case) for lost in _by_format(case))
+
+
+def _are_all_lost(lost: _LostInFormat, case: Case) -> bool:
+    is_of_all = set(case.precision.weights) == {lost.storage} and case.progress.sampled_steps >= _FEWEST_STEPS
+    return lost.is_fault and is_of_all and lost.fraction >= _NEARLY_ALL
 
 
 def _by_format(case: Case) -> Iterator[_LostInFormat]:

@@ -37,13 +37,13 @@ _MOST_MICRO_BATCHES = 1024
 
 class _Unscale(Sentences):
     CLIPPED = (
-        "In step {step}{again} the gradients were clipped while they were still multiplied by the loss scale{of_scale}: the "
-        "result was {factor:.2g} times as large. The limit was meant for the true gradients, smaller by that scale."
+        "In step {step}{again} the gradients were clipped while they were still multiplied by the loss scale{of_scale}: "
+        "clipping multiplied them by {factor:.2g}. The limit was meant for the true gradients, smaller by that scale."
     )
     CHANGED = (
         "In step {step}{again} the gradients were changed, or clipped value by value, while they were still multiplied by the "
-        "loss scale{of_scale}: the result was {factor:.2g} times as large. The limit was meant for the true gradients, smaller "
-        "by that scale."
+        "loss scale{of_scale}: that multiplied them by {factor:.2g}. The limit was meant for the true gradients, smaller by "
+        "that scale."
     )
     PARTLY = (
         "In step {step}{again} all gradients were clipped together, those of {modules} while they were still multiplied by the "

@@ -144,7 +144,7 @@ export class Timeline {
     picture.append(svg("path", { d: this.hasFlushed ? this.pathOf(this.flushed, x, share) : "", class: "curve lost-share" }),
       svg("path", { d: this.pathOf(this.largest, x, y), class: "curve largest" }), svg("path", { d: this.path(drawn, across.ends[1]), class: "curve scales" }),
       ...this.falls.map(([step, value]) => svg("path", { d: `M${x(step) - 4} ${y(value) + 4}h8l-4 7z`, class: "fall" }, svg("title", {}, `step ${number(step)}: the scale fell to ${power(value)}`))),
-      ...data.events.map((/** @type {any} */ event) => svg("g", { class: "event" },
+      ...data.events.map((/** @type {any} */ event) => svg("g", { class: event.step < (data.opening.step ?? 0) ? "event earlier" : "event" },
         svg("title", {}, event.words), svg("line", { x1: x(event.step), x2: x(event.step), y1: TOP + 6, y2: bottom }),
         svg("path", { d: (event.value === "nan" ? ring : cross)(x(event.step)) }))));
     return drawn;

@@ -115,8 +115,7 @@ export class View {
 
   /** Whether something is to blame, but neither a layer nor the loss scale. */
   get isElsewhere() {
-    const { name, kind, curve } = this.data.opening;
-    return Boolean(name) && !kind && !curve && this.lastStep > 0;
+    return this.data.opening.elsewhere && this.lastStep > 0;
   }
 
   /** The tone of a layer's infinities and NaNs: "dim" where they follow from those of a culprit elsewhere, or ask for no change. @param {any} layer */
