@@ -310,3 +310,22 @@ def test_differences_that_float32_represents_are_not_reported(how, numbers, dtyp
         "masked": lambda x: torch.zeros_like(x).masked_fill(x % 256 == 0, -1e9) - 1e9,
     }
     assert subtracted({**DIFFERENCES, **others}[how], numbers, dtype) == []
+
+
+@pytest.mark.parametrize("is_second", [True, False])
+def test_a_logarithm_that_breaks_later_has_the_line_of_its_call_in_the_step_computed_twice(is_second):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with mpinspect.Inspector(model, optimizers=optimizer, second=is_second) as inspector:
+        for step in range(6):
+            p = torch.sigmoid(model(torch.randn(8, 4)).bfloat16() + 20.0 * (step == 4))
+            loss = torch.log(p)
+            loss = loss + torch.log(1 - p)
+            optimizer.zero_grad()
+            loss.float().mean().backward()
+            optimizer.step()
+    (finding,) = [each for each in inspector.report().findings if each.id == "argument-out-of-range"]
+    assert finding.step == 4
+    assert (finding.evidence["line"] != "") is is_second
+    assert finding.evidence.get("source", "") == "loss = loss + torch.log(1 - p)" * is_second

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
-from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD, of_operation
+from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD, further_lines, of_operation
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed, no_weight_changes
 from mpinspect.ranges.records import (
@@ -195,6 +195,7 @@ class _Born(Sentences):
         "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales; step "
         "{measured}, computed a second time in FP32, shows the operator."
     )
+    FURTHER = "It overflows in {further}, too."
     EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
     PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
@@ -277,6 +278,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
     fix, code = _remedy(born, origin)
     phase = born.names[2]
     first = _first_event(case, phase)
+    further = further_lines(case, born) if born.largest else []
     is_later, layer, step = _beginning(born, first)
     began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
     yield _found(
@@ -284,6 +286,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         (
             _how(born, origin),
             _Born.OF_EXPONENT.when(born.exponent),
+            _Born.FURTHER.when(further),
             began.when(is_later),
         ),
         fix,
@@ -295,10 +298,11 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "at_origin": origin and _at(origin, is_later),
             **_words_of(origin),
             "at_exponent": bracketed("".join(born.names[3:4])),
+            "further": " and ".join(further),
         },
         layer=layer,
         is_grave=first is not None,
-        before=[origin.names[1]] if origin else born.names[3:4],
+        before=[*([origin.names[1]] if origin else born.names[3:4]), born.names[1], *further],
         step=step,
     )
 
