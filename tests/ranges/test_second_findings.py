@@ -226,8 +226,15 @@ def test_an_argument_out_of_range_has_the_line_of_the_second_computation():
 
 def test_further_lines_with_the_same_fault_are_named():
     exps = [
-        BornInfinite(step=5, names=("exp", f"train.py:{line}", phase), text="float16", elements=3, of=4, largest=1e5)
-        for line, phase in ((7, "forward"), (9, "forward"), (12, "backward"), (14, "forward"))
+        BornInfinite(
+            step=5, names=("exp", f"train.py:{line}", phase, "", *origin), text="float16", elements=3, of=4, largest=1e5
+        )
+        for line, phase, origin in (
+            (7, "forward", ()),
+            (9, "forward", ()),
+            (12, "backward", ()),
+            (14, "forward", ("mul", "train.py:13", "", "float16")),
+        )
     ]
     told = {"precision": FP16, "events": (broken(4), broken(5))}
     overflow = findings(*exps, **told)["overflow-in-operator"]

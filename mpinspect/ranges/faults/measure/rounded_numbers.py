@@ -254,9 +254,12 @@ def coarse_difference(one: Any, other: Any, is_sum: bool) -> dict[str, float] | 
         or any(each.numel() > _MOST_ELEMENTS for each in operands)
     ):
         return None
-    sizes = [torch.as_tensor(each).abs() for each in (one, other)]
+    given = [torch.as_tensor(each) for each in (one, other)]
     # One element rejects nearly all tensors.
-    if any(float(each.flatten()[-1]) < _LAST_EXACT for each in sizes) or not all(map(_is_large, sizes)):
+    if any(abs(float(each[(-1,) * each.dim()])) < _LAST_EXACT for each in given):
+        return None
+    sizes = [each.abs() for each in given]
+    if not all(map(_is_large, sizes)):
         return None
     largest = max(float(each.max()) for each in sizes)
     unit = 2.0 ** (math.floor(math.log2(largest)) - 23)

@@ -96,7 +96,7 @@ _EDGES = {
 #: Operators whose calls have their lines recorded: a later step, which is not computed twice, may break in one of them.
 _AT_EDGES = frozenset({*_EDGES, aten.exp, aten.log1p})
 #: The most such calls of an operator.
-_MOST_CALLS = 16
+_MOST_CALLS = 8
 #: Operators whose result has values of their first argument.
 _CARRYING = _CASTS | {aten.clamp, aten.clamp_min, aten.clamp_max, aten.relu, aten.abs}
 #: Operators whose result is zero, or much too small, if their argument is.
@@ -261,7 +261,7 @@ class SecondComputation:
                 self._remember_exponent(args[0])
             if func.overloadpacket in _AT_EDGES and _is_in_forward() and _takes_gradient(args):
                 self._remember_call(func)
-            if func.overloadpacket in _DIFFERENCES and not kwargs and _is_in_forward():
+            if func.overloadpacket in _DIFFERENCES and self._readers and not kwargs and _is_in_forward():
                 self._subtract_large(func, args)
             if self._errors:
                 self._weigh(args)

@@ -463,9 +463,8 @@ def _called_line(case: Case, measured: Examined) -> str:
 
 def further_lines(case: Case, found: Record) -> list[str]:
     """Return other lines on which the operator of a record of a step computed twice is infinite by itself."""
-    alike = (
-        each for each in case.recorded(type(found)) if each.step == found.step and each.names[::2] == found.names[::2]
-    )
+    same = (found.step, found.names[0], found.names[2])
+    alike = (each for each in case.recorded(type(found)) if (each.step, each.names[0], each.names[2]) == same)
     lines = dict.fromkeys(each.names[1] for each in alike)
     return [line for line in lines if line and line != found.names[1]]
 

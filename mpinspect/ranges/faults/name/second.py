@@ -649,7 +649,7 @@ def _casts_flush(case: Case) -> Iterator[Found]:
 
 
 def _flushed_lines(case: Case) -> set[str]:
-    return {each.names[1] for each in case.recorded(FlushedResult)}
+    return {each.names[1] for each in case.recorded(FlushedResult)} - {""}
 
 
 class _One(Sentences):
