@@ -279,7 +279,8 @@ def test_the_place_of_the_first_event_is_named_as_in_the_event(what, module, pla
     message = findings(born, precision=FP16, events=(first,))["overflow-in-operator"].message
     assert message.startswith("In train.py:7, mul overflows FP16 in 2 elements")
     assert message.endswith(
-        f"The forward was first not finite in step 4, in {place}; step 7, computed a second time in FP32, shows the operator."
+        f"The forward was first not finite in step 4, in {place}. To find the operator, step 7 was computed a second time, in "
+        "FP32."
     )
 
 
@@ -346,9 +347,9 @@ def test_the_code_of_an_overflow_is_the_operator_in_fp32(operator, line):
         step=7, names=(operator, "train.py:7", "forward"), text="float16", elements=1, of=64, largest=1e6
     )
     code = findings(record, precision=FP16, events=(broken(7),))["overflow-in-operator"].code
-    assert code.splitlines()[1:] == [f"    {line}", "    # the operators that take y: here, too"]
+    assert code.splitlines()[1:] == [f"    {line}", "    # and the operators that take y", "    z = g(y)"]
     half = {name: torch.full((4, 4), 8.0).half() for name in "abwx"}
-    names = {**half, "torch": torch, "device_type": "cpu", "p": 2, "dim": 0, "f": torch.relu}
+    names = {**half, "torch": torch, "device_type": "cpu", "p": 2, "dim": 0, "f": torch.relu, "g": torch.relu}
     with torch.autocast("cpu", torch.bfloat16):
         exec(code, names)
     assert names["y"].dtype is torch.float32

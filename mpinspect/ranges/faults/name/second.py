@@ -188,12 +188,12 @@ class _Born(Sentences):
         "{operator} overflows in {count:count element}: the exact result is finite, up to {largest:.3g}."
     )
     FIRST = (
-        "The forward was first not finite in step {step}, in {first_place}; step {measured}, computed a second time in FP32, "
-        "shows the operator."
+        "The forward was first not finite in step {step}, in {first_place}. To find the operator, step {measured} was computed a "
+        "second time, in FP32."
     )
     FIRST_OF_BACKWARD = (
-        "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales; step "
-        "{measured}, computed a second time in FP32, shows the operator."
+        "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales. To find the "
+        "operator, step {measured} was computed a second time, in FP32."
     )
     FURTHER = "It overflows in {further}, too."
     EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
@@ -216,8 +216,9 @@ class _Born(Sentences):
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     PLAIN = "y = {expression}"
     CAST = "with torch.autocast({device_type}, enabled=False):\n    y = {expression}"
-    AND_LAYERS = "    # the operators that take y: here, too"
     CAST_BOTH = "with torch.autocast({device_type}, enabled=False):\n    x = {origin_expression}\n    y = {of_x}"
+    CAST_ON = f"{CAST}\n    # and the operators that take y\n    z = g(y)"
+    CAST_BOTH_ON = f"{CAST_BOTH}\n    # and the operators that take y\n    z = g(y)"
     UNCAST = "with torch.autocast({device_type}, enabled=False):\n    # x as it was before the cast\n    y = layer(x)"
     MASK_OF_THE_DTYPE = (
         "The value is FP32's largest, as masks often use it: take the largest of the scores' own dtype, so that a fully masked "
@@ -340,7 +341,9 @@ def _how(born: BornInfinite, origin: BornInfinite | None) -> _Born:
 def _remedy(born: BornInfinite, origin: BornInfinite | None) -> tuple[Said, Said]:
     operator = born.names[0]
     is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
-    cast = (_Born.CAST_BOTH.when(origin) or _Born.CAST, _Born.AND_LAYERS.when(born.largest))
+    # The operators that take a large result would round it again.
+    casts = (_Born.CAST, _Born.CAST_BOTH) if not born.largest else (_Born.CAST_ON, _Born.CAST_BOTH_ON)
+    cast = casts[origin is not None]
     if origin is not None and born.largest:
         return (_Born.FROM_NEAR_IN_FP32, _Born.SUBTRACT_LARGEST.when(origin.names[0].startswith("exp"))), cast
     if origin is not None:

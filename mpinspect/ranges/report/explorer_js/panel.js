@@ -23,6 +23,9 @@ export function fixed(root) {
   follow();
 }
 
+/** The punctuation after which code may wrap, as in html_front.py. */
+const BREAKS = /([([,]|\.(?=[A-Za-z_]))/;
+
 /** Adds a button that copies to every piece of code in the panel. */
 export function copyButtons() {
   for (const code of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".panel pre"))) {
@@ -30,9 +33,15 @@ export function copyButtons() {
   }
 }
 
+/** A line of code, which wraps after punctuation, not within a name or a number. @param {string} line @returns {HTMLElement} */
+function lineOf(line) {
+  const parts = line.split(BREAKS).flatMap((part, place) => (place % 2 ? [part, element("wbr")] : [part]));
+  return element("span", { className: line.trimStart().startsWith("#") ? "comment" : "" }, ...parts);
+}
+
 /** Code with a button that copies it. @param {string} text @returns {HTMLElement} */
 export function copied(text) {
-  const lines = text.split("\n").flatMap((line) => ["\n", element("span", {}, line)]);
+  const lines = text.split("\n").flatMap((line) => ["\n", lineOf(line)]);
   const code = element("pre", {}, ...lines.slice(1));
   const button = element("button", { type: "button", className: "copy" }, "copy");
   button.addEventListener("click", async () => {
