@@ -103,6 +103,7 @@ class Examined(Record):
         rows, of_rows: the number of rows (along the first dimension) with such elements, and of all rows.
         loss_finite: whether the loss was finite.
         bits: width of the result's dtype; 0 or None if unknown.
+        call, calls: the number of the operation among the operator's calls that lead to the loss, from 0, and of all of them.
     """
 
     elements: float
@@ -110,6 +111,8 @@ class Examined(Record):
     of_rows: float | None = None
     loss_finite: bool | None = None
     bits: int | None = None
+    call: int | None = None
+    calls: int | None = None
 
 
 class ExaminedBatch(Examined, kind="examined-batch"):
@@ -623,6 +626,10 @@ class BrokenAlike(Record, kind="second-broken-alike"):
     from_finite: bool = False
 
 
+class CalledLines(Record, kind="second-lines"):
+    """The lines of all calls of an operator, its name as ``text``, in a forward that takes a gradient."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LostSum(Record, kind="second-lost-sum"):
     """A sum that loses terms to rounding.
@@ -723,11 +730,17 @@ class AmplifiedError(Record, kind="second-amplified"):
     Args:
         before, after: relative errors of the inputs and of the result.
         gradients_error: the largest relative error of a weight's gradient, of all arithmetic together.
+        largest, unit: of a difference of large whole numbers, rounded before the step, the largest one and the distance of
+            neighbouring numbers there; None otherwise, where the error is measured.
+        typical: the median of such differences that are not zero.
     """
 
     before: float
     after: float
     gradients_error: float | None = None
+    largest: float | None = None
+    unit: float | None = None
+    typical: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     BornInfinite,
     BrokenAlike,
+    CalledLines,
     ChangedBeforeStep,
     ChangedChoices,
     ChangedIntegers,
@@ -221,6 +222,50 @@ def test_an_argument_out_of_range_has_the_line_of_the_second_computation():
     assert "overflow-in-operator" not in found
     other = ExaminedArgument(step=4, text="a logarithm of zero", elements=3)
     assert "train.py:7" not in findings(born, other, events=(broken(4),))["argument-out-of-range"].message
+
+
+def test_further_lines_with_the_same_fault_are_named():
+    exps = [
+        BornInfinite(
+            step=5, names=("exp", f"train.py:{line}", phase, "", *origin), text="float16", elements=3, of=4, largest=1e5
+        )
+        for line, phase, origin in (
+            (7, "forward", ()),
+            (9, "forward", ()),
+            (12, "backward", ()),
+            (14, "forward", ("mul", "train.py:13", "", "float16")),
+        )
+    ]
+    told = {"precision": FP16, "events": (broken(4), broken(5))}
+    overflow = findings(*exps, **told)["overflow-in-operator"]
+    assert "In train.py:7, exp overflows" in overflow.message
+    assert "It overflows in train.py:9 and train.py:14, too." in overflow.message
+    examined = ExaminedArgument(step=4, text="exp of a number too large for its result", elements=3)
+    message = findings(*exps, examined, **told)["argument-out-of-range"].message
+    assert "(train.py:7, 3 elements)" in message
+    assert "The same operation is out of range in train.py:9 and train.py:14, too." in message
+    assert ", too." not in findings(exps[0], examined, **told)["argument-out-of-range"].message
+
+
+def logarithm(**figures):
+    return ExaminedArgument(step=4, text="a logarithm of zero", elements=3, **figures)
+
+
+@pytest.mark.parametrize(
+    ("lines", "figures", "line"),
+    [
+        (("train.py:7", "train.py:9"), {"call": 0, "calls": 2}, "train.py:7, "),
+        (("train.py:7", "train.py:9"), {"call": 1, "calls": 2}, "train.py:9, "),
+        # Another number of calls: which is which is not known, unless all are at one line.
+        (("train.py:7", "train.py:9"), {"call": 1, "calls": 3}, ""),
+        (("train.py:7", "train.py:7"), {"call": 1, "calls": 3}, "train.py:7, "),
+        (("train.py:7", "train.py:9"), {}, ""),
+    ],
+)
+def test_an_operation_has_the_line_of_its_call_in_an_earlier_step(lines, figures, line):
+    called = [CalledLines(step=1, names=lines, text="log"), CalledLines(step=1, names=("train.py:3",), text="exp")]
+    message = findings(*called, logarithm(**figures), events=(broken(4),))["argument-out-of-range"].message
+    assert f"computes a logarithm of zero ({line}3 elements)" in message
 
 
 @pytest.mark.parametrize(

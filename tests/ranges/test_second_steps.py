@@ -243,3 +243,89 @@ def test_steps_after_an_infinity_are_chosen_until_one_has_it():
     # An infinity in a step that was chosen for its number may be another one.
     assert chosen(StepChoice([2, 9]), 5, found_in=[2, 6]) == [2, 5, 6, 9]
     assert chosen(StepChoice([3], after_events=0), 1) == [3]
+
+
+EPOCH = 1_700_000_000
+
+
+def subtracted(difference, numbers, dtype=torch.float32, steps=4):
+    """Train on differences of whole numbers, which a script has cast before the loop."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    given = numbers.to(dtype)
+    with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for _ in range(steps):
+            x = difference(given).float().reshape(-1, 1)
+            loss = model(x.clamp(-1, 1)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return [each for each in inspector.report().findings if each.id == "result-is-rounding-error"]
+
+
+def times(gap, start=EPOCH):
+    return start + torch.randint(1, 2 * gap, (16, 20), generator=torch.Generator().manual_seed(1)).cumsum(1)
+
+
+DIFFERENCES = {
+    "neighbours": lambda x: x[:, 1:] - x[:, :-1],
+    "diff": lambda x: torch.diff(x),
+    "in place": lambda x: x[:, 1:].clone().sub_(x[:, :-1]),
+    "a negative number": lambda x: x[:, 1:] + -x[:, :-1],
+    "one column": lambda x: x - x[:, :1],
+    "a number": lambda x: x - EPOCH,
+    "from a number": lambda x: EPOCH - x,
+}
+
+
+@pytest.mark.parametrize("how", DIFFERENCES)
+def test_a_difference_of_whole_numbers_beyond_those_of_float32_is_named(how):
+    (finding,) = subtracted(DIFFERENCES[how], times(20))
+    assert (finding.severity, finding.certainty, finding.step) == ("warning", "inferred", 1)
+    assert finding.evidence["line"].startswith("test_second_steps.py:")
+    # 1.7e9 lies between 2^30 and 2^31.
+    assert finding.evidence["unit"] == 2.0 ** (30 - 23)
+    assert finding.evidence["typical"] % finding.evidence["unit"] == 0
+    assert "int64" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("how", "numbers", "dtype"),
+    [
+        ("neighbours", times(20), torch.float64),
+        ("neighbours", times(20), torch.int64),
+        # Exact numbers, differences of many units, data that are coarser than FP32, and a sum.
+        ("neighbours", times(20, start=1 << 20), torch.float32),
+        ("neighbours", times(100_000), torch.float32),
+        ("neighbours", times(20) // 256 * 256, torch.float32),
+        ("sum", times(20), torch.float32),
+        # A mask of large negative numbers, as of attention.
+        ("masked", times(20), torch.float32),
+    ],
+)
+def test_differences_that_float32_represents_are_not_reported(how, numbers, dtype):
+    others = {
+        "sum": lambda x: x[:, 1:] + x[:, :-1],
+        "masked": lambda x: torch.zeros_like(x).masked_fill(x % 256 == 0, -1e9) - 1e9,
+    }
+    assert subtracted({**DIFFERENCES, **others}[how], numbers, dtype) == []
+
+
+@pytest.mark.parametrize("is_second", [True, False])
+def test_a_logarithm_that_breaks_later_has_the_line_of_its_call_in_the_step_computed_twice(is_second):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with mpinspect.Inspector(model, optimizers=optimizer, second=is_second) as inspector:
+        for step in range(6):
+            p = torch.sigmoid(model(torch.randn(8, 4)).bfloat16() + 20.0 * (step == 4))
+            loss = torch.log(p)
+            loss = loss + torch.log(1 - p)
+            optimizer.zero_grad()
+            loss.float().mean().backward()
+            optimizer.step()
+    (finding,) = [each for each in inspector.report().findings if each.id == "argument-out-of-range"]
+    assert finding.step == 4
+    assert (finding.evidence["line"] != "") is is_second
+    assert finding.evidence.get("source", "") == "loss = loss + torch.log(1 - p)" * is_second

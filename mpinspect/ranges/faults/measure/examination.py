@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -92,8 +93,9 @@ class Examination(Measuring):
         self._candidate: Singular | None = None
         #: The product or division with a mask's infinity near this step's finite loss.
         self._infinite: Singular | None = None
-        #: The singular operations of this step's non-finite losses, each with the modules whose outputs were made before it.
-        self._found: list[tuple[Singular, frozenset[str]]] = []
+        #: The singular operations of this step's non-finite losses, each with the modules whose outputs were made before it,
+        #: and its number among the operator's calls and that of all of them.
+        self._found: list[tuple[Singular, frozenset[str], tuple[int, int] | None]] = []
         #: The sequence numbers of the nodes that multiplied this step's losses by a loss scale.
         self._products: set[int] = set()
         #: By module, the sequence number of the node that made its last output.
@@ -221,7 +223,9 @@ class Examination(Measuring):
             # A mask's output holds infinities on purpose.
             masks = {node._sequence_nr() for node in nodes if applies_mask(node)}
             before = (path for path, made in self._output_of.items() if made < found.order and made not in masks)
-            self._found.append((found, frozenset(before)))
+            alike = sorted(node._sequence_nr() for node in nodes if node.name() == found.node)
+            call = (alike.index(found.order), len(alike)) if found.order in alike else None
+            self._found.append((found, frozenset(before), call))
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the learning rates."""
@@ -248,13 +252,13 @@ class Examination(Measuring):
         if candidate is not None:
             self._examined += 1
             self._tell_singular(step, candidate, loss_finite=True)
-        for found, before in self._found:
+        for found, before, call in self._found:
             # An argument computed from a non-finite output is not the cause.
             is_late = any(
                 (event.phase, event.what) == ("forward", ACTIVATION) and event.tensor in before for event in new
             )
             if not is_late or found.kind not in ("argument", "difference"):
-                self._tell_singular(step, found, loss_finite=False)
+                self._tell_singular(step, found, loss_finite=False, call=call)
         self._found.clear()
         if self._clock.measured and not self._recording.events:
             rows = self._weight_norms(_MOST_COMPARED)
@@ -310,8 +314,11 @@ class Examination(Measuring):
                 return True
         return False
 
-    def _tell_singular(self, step: int, found: Singular, *, loss_finite: bool) -> None:
+    def _tell_singular(
+        self, step: int, found: Singular, *, loss_finite: bool, call: tuple[int, int] | None = None
+    ) -> None:
         text = f"{found.operator} {found.what}".strip()
+        numbers: dict[str, Any] = {} if call is None else {"call": call[0], "calls": call[1]}
         by = next((each.name for each in self._parameters if each.parameter is found.by), None)
         if by is not None:
             text = text.replace("a tensor that takes a gradient", f"the parameter {by!r}")
@@ -323,6 +330,7 @@ class Examination(Measuring):
             text,
             loss_finite=loss_finite,
             bits=found.bits,
+            **numbers,
         )
 
     def _tell_examined(

@@ -1,4 +1,6 @@
-"""Finds, among one step's operators, whole numbers that became equal in 16 bits and whose differences are used later."""
+"""Finds, among one step's operators, whole numbers that became equal in 16 bits and whose differences are used later, and
+differences of whole numbers too large for FP32.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,13 @@ _MOST_ELEMENTS, _MOST_IN_ALL, _MOST_ON_GPU = 1 << 18, 1 << 22, 64
 _FEW = 64
 #: Maximum number of operators between the rounding and the use.
 _MOST_HOPS = 8
+
+#: The magnitude from which on FP32 has no odd numbers.
+_LAST_EXACT = 2.0**24
+#: The least share of such numbers, and of odd multiples of their distance: data that are coarser than FP32 were not rounded.
+_LARGE, _ODD = 0.9, 0.05
+#: Maximum median of differences, in units of the distance of neighbouring numbers, that counts as lost.
+_FEW_UNITS = 16
 
 #: Operators whose result represents the same numbers. Views need no entry, since they share memory.
 _CARRYING = (
@@ -225,6 +234,45 @@ class RoundedNumbers:
     def _remember(self, result: torch.Tensor, rounded: _Rounded) -> None:
         if result.is_floating_point() and result.numel() >= _FEWEST:
             self._rounded[result.untyped_storage()._cdata] = rounded
+
+
+def coarse_difference(one: Any, other: Any, is_sum: bool) -> dict[str, float] | None:
+    """Return figures of a difference of FP32 numbers beyond 2^24 that is a few units in their last place; None of others.
+
+    Numbers that were computed for a gradient are left out. Waits for the device.
+
+    Args:
+        one, other: the operands; tensors or numbers.
+        is_sum: whether they are added, as a number and a negative one.
+    """
+    operands = [each for each in (one, other) if isinstance(each, torch.Tensor)]
+    if not operands or any(each.dtype != torch.float32 or each.requires_grad or not each.numel() for each in operands):
+        return None
+    if (
+        not all(map(_is_readable, operands))
+        or is_capturing()
+        or any(each.numel() > _MOST_ELEMENTS for each in operands)
+    ):
+        return None
+    given = [torch.as_tensor(each) for each in (one, other)]
+    # One element rejects nearly all tensors.
+    if any(abs(float(each[(-1,) * each.dim()])) < _LAST_EXACT for each in given):
+        return None
+    sizes = [each.abs() for each in given]
+    if not all(map(_is_large, sizes)):
+        return None
+    largest = max(float(each.max()) for each in sizes)
+    unit = 2.0 ** (math.floor(math.log2(largest)) - 23)
+    differences = (one + other if is_sum else one - other).abs()
+    differences = differences[differences > 0]
+    is_rounded = any(float((each / unit % 2 == 1).float().mean()) >= _ODD for each in operands)
+    if not is_rounded or not differences.numel() or float(typical := differences.median()) > _FEW_UNITS * unit:
+        return None
+    return {"largest": largest, "unit": unit, "typical": float(typical)}
+
+
+def _is_large(sizes: torch.Tensor) -> bool:
+    return bool(sizes.isfinite().all()) and float((sizes >= _LAST_EXACT).float().mean()) >= _LARGE
 
 
 def _is_readable(tensor: Any) -> bool:

@@ -29,7 +29,7 @@ from mpinspect.ranges.faults.measure.flushed import DividedGradients, Flushes
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.powers import rows
-from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers
+from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
 from mpinspect.ranges.faults.measure.twins import (
     TWIN_DTYPES,
     Marks,
@@ -45,6 +45,7 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     BornInfinite,
     BrokenAlike,
+    CalledLines,
     ChangedIntegers,
     LostSum,
     OverflowedNorm,
@@ -70,12 +71,13 @@ SUMS = frozenset(
     }
 )
 ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+_DIFFERENCES = ADDITIONS | {aten.rsub}
 #: Losses that are differences, whose result is a single number.
 _LOSSES = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss})
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = (
-    ADDITIONS
-    | {aten.rsub, aten.lerp_}
+    _DIFFERENCES
+    | {aten.lerp_}
     | _LOSSES
     | {
         *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
@@ -91,6 +93,10 @@ _EDGES = {
     **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.log, aten.log2, aten.log10, aten.reciprocal, aten.pow), 0),
     aten.div: 1,
 }
+#: Operators whose calls have their lines recorded: a later step, which is not computed twice, may break in one of them.
+_AT_EDGES = frozenset({*_EDGES, aten.exp, aten.log1p})
+#: The most such calls of an operator.
+_MOST_CALLS = 8
 #: Operators whose result has values of their first argument.
 _CARRYING = _CASTS | {aten.clamp, aten.clamp_min, aten.clamp_max, aten.relu, aten.abs}
 #: Operators whose result is zero, or much too small, if their argument is.
@@ -120,6 +126,8 @@ _MOST_NORMS = 3
 _MOST_ERRORS = 64 << 20
 #: The most operators that are named as left out.
 _MOST_NAMED = 5
+#: The most lines on which one operator is named as infinite.
+_MOST_LINES = 5
 #: The least local error of a sum, relative to the norm of its exact result. Rounding a sum once makes at most 2^-9 in BF16.
 _LOST = 0.03
 #: The part of a sum from which on rounding can't take half of an operand, by 4.
@@ -234,6 +242,10 @@ class SecondComputation:
         self._repeated: defaultdict[str, list[tuple[AbsorbedOperand, float]]] = defaultdict(list)
         #: The largest argument of the first exponential in FP32 that FP16 can't hold, and its line.
         self._exponent: tuple[float, str] | None = None
+        #: The lines of the calls that may be infinite, by operator.
+        self._calls: defaultdict[str, list[str]] = defaultdict(list)
+        #: The first difference of numbers too large for FP32 at each line.
+        self._coarse: dict[str, AmplifiedError] = {}
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -247,6 +259,10 @@ class SecondComputation:
         try:
             if func.overloadpacket is aten.exp:
                 self._remember_exponent(args[0])
+            if func.overloadpacket in _AT_EDGES and _is_in_forward() and _takes_gradient(args):
+                self._remember_call(func)
+            if func.overloadpacket in _DIFFERENCES and self._readers and not kwargs and _is_in_forward():
+                self._subtract_large(func, args)
             if self._errors:
                 self._weigh(args)
             if self._choices:
@@ -266,6 +282,23 @@ class SecondComputation:
             largest = float(argument.detach().max())
             if _LARGEST_EXPONENT < largest < math.inf:
                 self._exponent = largest, innermost_line(sys._getframe())
+
+    def _remember_call(self, func: Any) -> None:
+        """Remember the line of an operator that may be infinite at an edge of its domain."""
+        lines = self._calls[func.overloadpacket.__name__]
+        if len(lines) <= _MOST_CALLS:
+            lines.append(innermost_line(sys._getframe()))
+
+    def _subtract_large(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Record a difference of numbers that FP32 had rounded before. Waits for the device."""
+        is_sum = func.overloadpacket in (aten.add, aten.add_)
+        figures: Any = coarse_difference(args[0], args[1], is_sum)
+        if figures is not None:
+            line, half = innermost_line(sys._getframe()), figures["unit"] / 2
+            names = func.overloadpacket.__name__, line, self._phase
+            figures |= {"before": half / figures["largest"], "after": half / figures["typical"]}
+            record = AmplifiedError(name=self._module(), names=names, text="float32", **figures)
+            self._coarse.setdefault(line, record)
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
         schema = func._schema
@@ -437,7 +470,7 @@ class SecondComputation:
     def _compare_argument(self, pending: Pending, value: torch.Tensor) -> None:
         """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
         operator, given = pending.func.overloadpacket, pending.given[0]
-        if operator in ADDITIONS or operator is aten.rsub:
+        if operator in _DIFFERENCES:
             self._lines_of.put(value, innermost_line(pending.frame))
         elif operator in _CARRYING and _is_plain(given[0]) and (line := self._lines_of.of(given[0])):
             self._lines_of.put(value, line)
@@ -708,12 +741,15 @@ class SecondComputation:
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
-        found += self._flushes.casts.values()
+        found += [*self._flushes.casts.values(), *self._coarse.values()]
         firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
             found += self._found.get(kind, [])[:1]
+        calls = ((name, lines) for name, lines in self._calls.items() if len(lines) <= _MOST_CALLS)
+        found += [CalledLines(names=tuple(lines), text=name) for name, lines in calls]
+        found += [*self._further(BornInfinite), *self._further(BrokenAlike)]
         found += [*self._found[OverflowedNorm], *self._arguments.values(), *self._choices.used]
         # A larger error in an addition of its own does not make up for a sum that stopped.
         found += [_with_gradients(each, worst, whose) for each in _running_sums(self._repeated.values())]
@@ -732,6 +768,17 @@ class SecondComputation:
             found += [_with_gradients(each, worst, whose) for each in (*weighed[-1:], *others[-1:])]
         self._end()
         return found
+
+    def _further(self, kind: type[Record]) -> Iterator[Record]:
+        """Yield records of further lines on which the operator of the first record of a forward breaks by itself."""
+        found = self._found.get(kind, [])
+        seen = [each.names[1] for each in found[:1]]
+        for each in found[1:]:
+            is_cause = getattr(each, "largest", 0.0) or getattr(each, "from_finite", False)
+            is_alike = each.names[0] == found[0].names[0] and found[0].names[2] == each.names[2] == "forward"
+            if is_cause and is_alike and each.names[1] not in seen and len(seen) < _MOST_LINES:
+                seen.append(each.names[1])
+                yield each
 
     def _gradients_error(self) -> tuple[float | None, str]:
         """Return the largest relative error of a weight's gradient, and the weight; None if none can be compared."""
@@ -930,6 +977,11 @@ def _node_of(tensors: list[torch.Tensor]) -> int | None:
     if torch._C._current_autograd_node() is not None or not torch.is_grad_enabled():
         return None
     return next((_get_sequence_nr() - 1 for each in tensors if each.requires_grad), None)
+
+
+def _takes_gradient(args: tuple[Any, ...]) -> bool:
+    """Return whether an operator on these arguments gets an autograd node."""
+    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
 
 
 def _is_decision(value: Any) -> bool:

@@ -56,6 +56,7 @@ class Singular:
         of: for a difference, the sequence number of the node that made the minuend.
         bits: width of the result's dtype; 0 if unknown.
         by: the parameter that an infinite operand is divided by or multiplied with, if any.
+        node: the node's name.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Singular:
     of: int | None = None
     bits: int = 0
     by: torch.Tensor | None = None
+    node: str = ""
 
 
 def singular(node: Any) -> Singular | None:
@@ -106,7 +108,9 @@ def _found(node: Any, finders: _Finders) -> Singular | None:
     of = _minuend(node.next_functions[0][0]) if kind == "difference" else None
     dtype = dtype_of(node)
     bits = 8 * dtype.itemsize if dtype is not None else 0
-    return Singular(kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits)
+    return Singular(
+        kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits, node=node.name()
+    )
 
 
 def is_packed(node: Any) -> bool:

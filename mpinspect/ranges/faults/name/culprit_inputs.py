@@ -14,6 +14,7 @@ from mpinspect.ranges.records import (
     AnyRecord,
     BornInfinite,
     BrokenAlike,
+    CalledLines,
     Examined,
     ExaminedArgument,
     ExaminedBatch,
@@ -259,6 +260,7 @@ class _Argument(Sentences):
     NO_HARM = "The loss is not finite, but its gradients are: the step did no harm."
     GRADIENT_BROKEN = "The loss is finite, but its gradient is not."
     ALL_BROKEN = "The values computed from it are not finite."
+    FURTHER = "The same operation is out of range in {further}, too."
 
     ROUNDED = (
         "In step {rounded.step}, which was computed twice, {rounded.elements:.0f} of its {rounded.of:.0f} arguments were mostly "
@@ -387,14 +389,16 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
         cast = ".float()" * is_narrow
+        line, *further = _lines(case, measured)
         words = {
             "operator": measured.text.replace(ROUNDED_DIFFERENCE, ""),
             "place": _place(_module(case, measured), event),
-            "places": bracketed(_line(case, measured), _elements(measured), _rows(measured)),
+            "places": bracketed(line, _elements(measured), _rows(measured)),
             "cast": cast,
             "indented": is_narrow and text(code, {"cast": cast}).replace("\n", "\n    "),
             "rounded": rounded,
             "difference": filled(", after the sum or difference in {}", difference),
+            "further": " and ".join(further),
         }
         yield _examined(
             case,
@@ -404,13 +408,14 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
                 _Argument.OF_ROUNDED_TERMS.when(ROUNDED_DIFFERENCE in measured.text),
                 _effect(measured, event),
                 _Argument.ROUNDED.when(rounded),
+                _Argument.FURTHER.when(further),
             ],
             (fix, also, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
             _Argument.WITHOUT_AUTOCAST.when(code and is_narrow) or code,
             words,
-            {"operator": measured.text, "line": _line(case, measured)},
+            {"operator": measured.text, "line": line},
             is_mild=event is None,
-            before=[difference],
+            before=[difference, line, *further],
         )
         return
 
@@ -425,7 +430,7 @@ def _is_origin_known(case: Case) -> bool:
 _DESCRIBED = {
     "div": "division",
     "exp": "exp",
-    **dict.fromkeys(("log", "log2", "log10"), "logarithm"),
+    **dict.fromkeys(("log", "log1p", "log2", "log10"), "logarithm"),
     "mul": "product",
     "pow": "power",
     "reciprocal": "1 / x",
@@ -434,11 +439,34 @@ _DESCRIBED = {
 }
 
 
-def _line(case: Case, measured: Examined) -> str:
-    """Return the line of the operation in the user's code, if a step in which it is singular was computed twice."""
+def _lines(case: Case, measured: Examined) -> list[str]:
+    """Return the line of the operation in the user's code, if a step in which it is singular was computed twice, and further
+    lines on which it is singular there; "" if it is not known.
+    """
     kinds: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, RoundedArgument)
     found = of_operation((record for kind in kinds for record in case.recorded(kind)), measured)
-    return found.names[1] if found else ""
+    return [found.names[1], *further_lines(case, found)] if found else [_called_line(case, measured)]
+
+
+def _called_line(case: Case, measured: Examined) -> str:
+    """Return the line of the operation's call in another step, which was computed twice; "" if that is not certain."""
+    for called in case.recorded(CalledLines):
+        words, lines = _DESCRIBED.get(called.text), called.names
+        if words is None or words not in measured.text or not measured.calls:
+            continue
+        if len(set(lines)) == 1:
+            return lines[0]
+        if len(lines) == measured.calls:
+            return lines[int(measured.call or 0)]
+    return ""
+
+
+def further_lines(case: Case, found: Record) -> list[str]:
+    """Return other lines on which the operator of a record of a step computed twice is infinite by itself."""
+    same = (found.step, found.names[0], found.names[2])
+    alike = (each for each in case.recorded(type(found)) if (each.step, each.names[0], each.names[2]) == same)
+    lines = dict.fromkeys(each.names[1] for each in alike)
+    return [line for line in lines if line and line != found.names[1]]
 
 
 def of_operation(records: Iterable[AnyRecord], measured: Examined) -> AnyRecord | None:

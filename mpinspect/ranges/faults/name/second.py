@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
-from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD, of_operation
+from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD, further_lines, of_operation
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed, no_weight_changes
 from mpinspect.ranges.records import (
@@ -195,6 +195,7 @@ class _Born(Sentences):
         "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales. To find the "
         "operator, step {measured} was computed a second time, in FP32."
     )
+    FURTHER = "It overflows in {further}, too."
     EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
     PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
@@ -278,6 +279,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
     fix, code = _remedy(born, origin)
     phase = born.names[2]
     first = _first_event(case, phase)
+    further = further_lines(case, born) if born.largest else []
     is_later, layer, step = _beginning(born, first)
     began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
     yield _found(
@@ -285,6 +287,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         (
             _how(born, origin),
             _Born.OF_EXPONENT.when(born.exponent),
+            _Born.FURTHER.when(further),
             began.when(is_later),
         ),
         fix,
@@ -296,10 +299,11 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "at_origin": origin and _at(origin, is_later),
             **_words_of(origin),
             "at_exponent": bracketed("".join(born.names[3:4])),
+            "further": " and ".join(further),
         },
         layer=layer,
         is_grave=first is not None,
-        before=[origin.names[1]] if origin else born.names[3:4],
+        before=[*([origin.names[1]] if origin else born.names[3:4]), born.names[1], *further],
         step=step,
     )
 
@@ -648,7 +652,7 @@ def _casts_flush(case: Case) -> Iterator[Found]:
 
 
 def _flushed_lines(case: Case) -> set[str]:
-    return {each.names[1] for each in case.recorded(FlushedResult)}
+    return {each.names[1] for each in case.recorded(FlushedResult)} - {""}
 
 
 class _One(Sentences):
@@ -691,6 +695,16 @@ class _Left(Sentences):
         "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
         "leaves mostly that error: its {inputs} off by {before:percent}, its result is off by {off}."
     )
+    LARGE_NUMBERS = (
+        "In step {step}, in {place}, numbers up to {largest:.4g} in {dtype:format} are subtracted from each other, where "
+        "neighbouring numbers lie {unit:g} apart. The differences are multiples of that, {typical:g} in the median: smaller "
+        "ones were lost when the numbers became {dtype:format}."
+    )
+    BEFORE_THE_CAST = (
+        "Subtract in int64 or FP64, and cast the difference. For one difference from a fixed origin, subtract that origin before "
+        "the cast."
+    )
+    IN_INT64 = "# x, y in int64 or FP64,\n# as the data have them\ndifference = (x - y).float()"
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
     DIFFERENCE = (
@@ -701,17 +715,22 @@ class _Left(Sentences):
 
 
 def _rounding_error_left(case: Case) -> Iterator[Found]:
-    """An operator whose result is mostly the rounding error of its inputs: a difference that cancels, a sine of a large number.
+    """An operator whose result is mostly the rounding error of its inputs: a difference that cancels, a sine of a large number, a
+    difference of whole numbers that FP32 can't represent, such as Unix times.
 
     Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it,
-    unless it is a difference in 16 bits in code outside of modules, as of a loss.
+    unless it is a difference in 16 bits in code outside of modules, as of a loss. Of numbers beyond 2^24 in FP32 it is inferred:
+    they may be multiples of their distance there by chance.
     """
     first = _first_event(case)
     flushed = _flushed_lines(case)
     others = (each for each in case.recorded(AmplifiedError) if each.names[1] not in flushed)
     for cancelled in _by_place(others, "after"):
+        if cancelled.unit:
+            yield _found(cancelled, _Left.LARGE_NUMBERS, _Left.BEFORE_THE_CAST, _Left.IN_INT64, is_inferred=True)
+            continue
         is_difference = cancelled.names[0].rstrip("_") in ("add", "sub", "rsub")
         also, words = _gradients(cancelled)
         born = _born_from(cancelled, case)
