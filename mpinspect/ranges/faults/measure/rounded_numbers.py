@@ -254,7 +254,7 @@ def coarse_difference(one: Any, other: Any, is_sum: bool) -> dict[str, float] | 
         or any(each.numel() > _MOST_ELEMENTS for each in operands)
     ):
         return None
-    given = [torch.as_tensor(each, device=operands[0].device) for each in (one, other)]
+    given = [torch.as_tensor(each, dtype=torch.float32, device=operands[0].device) for each in (one, other)]
     # One element rejects nearly all tensors.
     if any(abs(float(each[(-1,) * each.dim()])) < _LAST_EXACT for each in given):
         return None
