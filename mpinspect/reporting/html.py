@@ -155,7 +155,7 @@ def render(document: Document) -> str:
     hashes = [base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii") for script in scripts]
     return _PAGE.format(
         title=escape(document.title),
-        style=STYLE + (FRONT_STYLE if document.front else "") + "".join(_sheet(*kind) for kind in kinds),
+        style=STYLE + FRONT_STYLE * bool(document.front) + "".join(_sheet(*kind) for kind in kinds),
         body=body,
         scripts_allowed=filled("; script-src{}", "".join(f" 'sha256-{hash}'" for hash in hashes)),
         scripts="".join(f'\n<script type="module">{script}</script>' for script in scripts),

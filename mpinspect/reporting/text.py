@@ -141,7 +141,7 @@ def _rest(words: str) -> Iterator[Text]:
 def _items(block: Items) -> Iterator[RenderableType]:
     shown, rest = shown_items(block, page=False)
     for item in shown:
-        text = Text("- " if block.marked else "")
+        text = Text("- " * block.marked)
         if item.label:
             text.append(f"{item.label}  ", style="bold")
         text.append(item_words(item, page=False), style="bold" if item.details else "")
