@@ -67,5 +67,5 @@ def _with_ranks(finding: Finding, session: Session) -> Finding:
 def _as_consequence(finding: Finding, diagnosed: Sequence[Finding]) -> Finding:
     """Return the finding, reduced to information without a fix if a diagnosis already explains its cause."""
     if any(explains(cause, finding) for cause in diagnosed):
-        return replace(finding, severity="info", fix="")
+        return replace(finding, severity="info", fix="", code="")
     return finding
