@@ -57,11 +57,13 @@ def source_of(line: str) -> str:
     "" for any other, and if its file can't be read or may have been changed since it was imported.
     """
     file, number = _files.get(line, ""), line.rpartition(":")[2]
+    if not file:
+        return ""
     # A notebook's cell has text without a file.
     with suppress(OSError):
         if Path(file).stat().st_mtime > _STARTED:
             return ""
-    return first_line_of(linecache.getline(file, int(number)), _LONGEST) if file else ""
+    return first_line_of(linecache.getline(file, int(number)), _LONGEST)
 
 
 def _users(frame: FrameType | None) -> FrameType | None:

@@ -42,8 +42,8 @@ from mpinspect.runtime.distributed import has_process_group
 
 #: Number of steps observed after each event, and the maximum number of such steps in a run.
 _AFTER_EVENT, _MOST_AFTER_EVENTS = 3, 30
-#: Maximum number of a step's backwards that are preceded by a reading of the gradients.
-_MOST_BACKWARDS = 32
+#: Maximum number of a step's backwards that are preceded by a reading of the gradients; if backwards may be lost, each is.
+_MOST_BACKWARDS, _MOST_IF_LOST = 4, 32
 #: How a module was called, by whether its calls had a graph (None: no call): the name of a flag of ``MissingGradients``.
 _HOW_CALLED = {None: "not_called", True: "called", False: "without_graph"}
 #: Ratios that differ by at most this relative amount count as equal, because FP32 rounds each element separately.
@@ -189,7 +189,7 @@ class HandedOver(Measuring):
 
     def backward_begins(self, backward: Backward) -> None:
         """Record the magnitudes of gradients that earlier steps have left."""
-        if self._stepped and len(self._now.left) < _MOST_BACKWARDS:
+        if self._stepped and len(self._now.left) < (_MOST_BACKWARDS, _MOST_IF_LOST)[self._now.lost.is_proof]:
             if not self._now.left:
                 self._now.places = self._gradients_places()
             self._now.left.append(magnitudes(self._parameters))
@@ -328,7 +328,8 @@ class HandedOver(Measuring):
         """Record the faults of one step; ``ever``: the parameters that had received a gradient before it."""
         found = [*_stale(seen, ever), *_changed(seen), *_left_over(seen)]
         given = {name: value for name, value in seen.read("given").items() if name in seen.with_masters}
-        if seen.is_measured and seen.stepping and not seen.with_masters and seen.backwards == len(seen.left):
+        is_whole = seen.backwards == len(seen.left) or not seen.lost.is_proof
+        if seen.is_measured and seen.stepping and not seen.with_masters and is_whole:
             at_step = dict.fromkeys(seen.stepping, 0.0) | seen.read("handed")
             self._lost.judge(step, seen.lost, seen.read("given"), at_step)
         handed = seen.read("masters")

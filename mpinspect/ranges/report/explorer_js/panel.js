@@ -23,31 +23,28 @@ export function fixed(root) {
   follow();
 }
 
-/** The punctuation after which code may wrap, as in html_front.py. */
-const BREAKS = /([([,]|\.(?=[A-Za-z_]))/;
-
 /** Adds a button that copies to every piece of code in the panel. */
 export function copyButtons() {
   for (const code of /** @type {NodeListOf<HTMLElement>} */ (document.querySelectorAll(".panel pre"))) {
-    code.replaceWith(copied(code.textContent ?? ""));
+    const place = element("div", { className: "copied" }, copier(code, code.textContent ?? ""));
+    code.replaceWith(place);
+    place.prepend(code);
   }
-}
-
-/** A line of code, which wraps after punctuation, not within a name or a number. @param {string} line @returns {HTMLElement} */
-function lineOf(line) {
-  const parts = line.split(BREAKS).flatMap((part, place) => (place % 2 ? [part, element("wbr")] : [part]));
-  return element("span", { className: line.trimStart().startsWith("#") ? "comment" : "" }, ...parts);
 }
 
 /** Code with a button that copies it. @param {string} text @returns {HTMLElement} */
 export function copied(text) {
-  const lines = text.split("\n").flatMap((line) => ["\n", lineOf(line)]);
-  const code = element("pre", {}, ...lines.slice(1));
+  const code = element("pre", {}, ...text.split("\n").flatMap((line) => ["\n", element("span", {}, line)]).slice(1));
+  return element("div", { className: "copied" }, code, copier(code, text));
+}
+
+/** A button that copies a piece of code. @param {HTMLElement} code @param {string} text */
+function copier(code, text) {
   const button = element("button", { type: "button", className: "copy" }, "copy");
   button.addEventListener("click", async () => {
     button.textContent = (await copy(code, text)) ? "copied" : "press Ctrl-C";
   });
-  return element("div", { className: "copied" }, code, button);
+  return button;
 }
 
 /** Copies a text; selects it where the browser allows no more. @param {HTMLElement} code @param {string} text @returns {Promise<boolean>} whether it was copied */
