@@ -89,11 +89,7 @@ class Counting(Observer):
     """
 
     def __init__(
-        self,
-        kinds: Collection[str],
-        parameters: Sequence[WatchedParameter],
-        tally: Tally,
-        precision: StepPrecision,
+        self, kinds: Collection[str], parameters: Sequence[WatchedParameter], tally: Tally, precision: StepPrecision
     ) -> None:
         self._parameters = parameters
         self._tally = tally

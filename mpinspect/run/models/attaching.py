@@ -143,10 +143,7 @@ class Attacher(Guarded):
 
     @guarded
     def attach(
-        self,
-        waiting: PendingOptimizer,
-        models: Sequence[torch.nn.Module],
-        others: Sequence[PendingOptimizer] = (),
+        self, waiting: PendingOptimizer, models: Sequence[torch.nn.Module], others: Sequence[PendingOptimizer] = ()
     ) -> None:
         """Inspect these models, for this optimizer, ``others`` and all pending ones whose parameters they hold."""
         with self._lock.held():

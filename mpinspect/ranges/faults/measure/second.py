@@ -79,9 +79,7 @@ _AMPLIFYING = (
     _DIFFERENCES
     | {aten.lerp_}
     | _LOSSES
-    | {
-        *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
-    }
+    | {*(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor)}
 )
 _PRODUCTS = frozenset({aten.mm, aten.addmm})
 #: Multiplications from which on a product takes longer than choosing its kernel.
@@ -680,13 +678,7 @@ class SecondComputation:
             self._add(AmplifiedError, pending, value, off, *origin, before=before, after=inherited)
 
     def _add(
-        self,
-        kind: type[Any],
-        pending: Pending,
-        result: torch.Tensor,
-        off: torch.Tensor,
-        *names: str,
-        **figures: float,
+        self, kind: type[Any], pending: Pending, result: torch.Tensor, off: torch.Tensor, *names: str, **figures: float
     ) -> None:
         """Record an operator's result; ``off``: its error, whose effect on the loss may become known."""
         record = self._record(kind, pending, result, *names, **figures)

@@ -45,10 +45,7 @@ def _model_converted(case: Case) -> Iterator[Found]:
     yield Found.of(
         case,
         [found],
-        (
-            _Converted.MODEL.when(found.count == found.of) or _Converted.PART,
-            _Converted.ROUNDED_AWAY.when(bits),
-        ),
+        (_Converted.MODEL.when(found.count == found.of) or _Converted.PART, _Converted.ROUNDED_AWAY.when(bits)),
         _Converted.COPY,
         _Converted.DEEPCOPY,
         words={"step_before": found.step - 1, "optimizer": optimizer, "bits": bits and bits + 1},

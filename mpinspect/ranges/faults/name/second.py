@@ -284,12 +284,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
     began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
     yield _found(
         born,
-        (
-            _how(born, origin),
-            _Born.OF_EXPONENT.when(born.exponent),
-            _Born.FURTHER.when(further),
-            began.when(is_later),
-        ),
+        (_how(born, origin), _Born.OF_EXPONENT.when(born.exponent), _Born.FURTHER.when(further), began.when(is_later)),
         fix,
         code,
         {
