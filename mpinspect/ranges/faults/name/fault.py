@@ -18,6 +18,9 @@ from mpinspect.reporting.words import filled, with_power
 
 #: How many names the evidence lists.
 MOST_NAMES = 20
+#: The steps that are computed twice, and those in which a run looks for the operator that broke it.
+TWICE = "in one early step and in steps 100, 1,000 and 10,000"
+AFTER_BREAK = "in one early step and in the steps after the first infinity or NaN"
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class Fault:
         explains: ids of the findings that are consequences of this one.
         explains_from: the least severity of an occurrence that explains them: a milder one did no harm.
         is_of_every_step: whether the loop's code has the fault, so that it explains what began before the step that showed it.
+        checked: the steps in which it is checked, if only a step computed twice can show it.
     """
 
     id: str
@@ -113,6 +117,7 @@ class Fault:
     explains: tuple[str, ...] = ()
     explains_from: str = "error"
     is_of_every_step: bool = False
+    checked: str = ""
 
     @property
     def about(self) -> str:
@@ -126,7 +131,9 @@ class Fault:
 
     def _documentation(self) -> tuple[str, str]:
         about, _, false_alarms = (inspect.getdoc(self.rule) or "").partition("\n\nFalse alarms: ")
-        return " ".join(about.split()), " ".join(false_alarms.split())
+        first, gap, more = about.partition("\n\n")
+        checked = filled(" Checked under ``mpinspect run`` or ``Inspector(second=True)``, {}.", self.checked)
+        return " ".join(f"{first}{checked}{gap}{more}".split()), " ".join(false_alarms.split())
 
     def findings(self, case: Case) -> Iterator[Finding]:
         """Yield the findings of a run."""

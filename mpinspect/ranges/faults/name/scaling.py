@@ -342,10 +342,7 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
     if is_never_updated and not stepped and not backoff:
         fix, code = _High.UPDATE, _High.STEP_AND_UPDATE
     yield Found(
-        (
-            _High.STAYS,
-            _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped) or _High.SKIPPED,
-        ),
+        (_High.STAYS, _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped) or _High.SKIPPED),
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
         {
             "skipped": len(skips),
@@ -636,12 +633,7 @@ def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
     yield Found(
         _ForForward.BACKED_OFF,
         {"steps": len(steps), "first_step": steps[0]},
-        {
-            **words,
-            "what": what,
-            "module": module_named(first.module),
-            "period": period(steps),
-        },
+        {**words, "what": what, "module": module_named(first.module), "period": period(steps)},
         (in_fp32.when(is_too_large) or inspect, _ForForward.NEW_SCALER),
         code.when(is_too_large),
         layer=first.module,
