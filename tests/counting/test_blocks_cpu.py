@@ -1,7 +1,5 @@
 """Blocks counted by numba's loops equal those counted with torch, for any bits, shapes, strides and sizes of blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

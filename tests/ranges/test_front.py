@@ -1,7 +1,5 @@
 """The first screen of a page: what it says without scripts, and what a browser shows of it."""
 
-from __future__ import annotations
-
 import html as markup
 import re
 from dataclasses import replace

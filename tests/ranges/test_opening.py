@@ -1,7 +1,5 @@
 """What a map shows at first: the place where a run broke, FP16 for an FP32 run, a healthy run as it is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Findings on the step that was computed twice: severities, fixes and what they explain."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
