@@ -33,6 +33,7 @@ from mpinspect.ranges.report.layers import (
     repeated,
     seen_layers,
 )
+from mpinspect.ranges.report.opening import never_zeroed
 from mpinspect.ranges.report.rank_words import rank_sentences
 from mpinspect.ranges.report.recipes import in_run
 from mpinspect.ranges.report.scale_line import (
@@ -418,8 +419,7 @@ def _kept(report: RangeReport) -> str:
 
 def _of_each_backward(kind: str, report: RangeReport) -> str:
     """Return words for a run that adds up gradients, on purpose or not: they are counted before they are added."""
-    never_zeroed = any(finding.id == "gradients-never-zeroed" for finding in report.findings)
-    adds_up = never_zeroed or _accumulates(report.session.progress)
+    adds_up = never_zeroed(report) is not None or _accumulates(report.session.progress)
     return " of each backward" if adds_up and kind in GRADIENT_KINDS else ""
 
 

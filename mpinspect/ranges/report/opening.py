@@ -49,6 +49,7 @@ class Culprit(NamedTuple):
 
 
 _NOBODY = Culprit("", ())
+_OF_EACH_BACKWARD = "The map shows each backward's own gradients; the optimizer takes .grad, the sum of all so far."
 _WITHOUT_VALUES = "The marked place has no values; \u25b7 marks the rows next to it."
 
 
@@ -109,6 +110,8 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     if is_elsewhere:
         lies = found.name if finding is not None and found.name == line_of(finding) else ""
         words = f"The fault lies {filled('in {}, ', lies)}not in the ranges below."
+    if never_zeroed(report) is not None:
+        words = f"{words} {_OF_EACH_BACKWARD}".lstrip()
     if not found.kind and is_other and format == FLOAT16.name:
         words = f"{words} {_what_if(report)}".lstrip()
     if event is not None:
@@ -167,6 +170,11 @@ def power_of(scale: float) -> int:
 def is_of(finding: Finding, event: Event) -> bool:
     """Return whether a finding is about the step of an event, or about none."""
     return finding.step in (None, event.step)
+
+
+def never_zeroed(report: RangeReport) -> Finding | None:
+    """Return the finding that gradients add up over the steps; None without one. The ranges are of each backward alone."""
+    return next((each for each in report.findings if each.id == "gradients-never-zeroed"), None)
 
 
 def line_of(finding: Finding) -> str:

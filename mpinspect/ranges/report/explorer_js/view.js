@@ -2,7 +2,7 @@
 // @ts-check
 
 import { wanted } from "./address.js";
-import { clamp, flushed, merge, nonzero, overflowed, share, subnormal, unpack } from "./histogram.js";
+import { clamp, flushed, merge, nonFinite, nonzero, overflowed, share, subnormal, unpack } from "./histogram.js";
 import { spanInWords } from "./words.js";
 
 /** The least and the largest loss scale, as powers of two. */
@@ -200,7 +200,7 @@ export class View {
         const h = blocks[block];
         if (h && nonzero(h)) most = Math.max(most, of(h));
       }
-      return most === -Infinity ? null : most;
+      return Number.isFinite(most) ? most : null;
     });
   }
 
@@ -210,9 +210,9 @@ export class View {
     return this.overSteps((h) => flushed(h, f, k) / nonzero(h));
   }
 
-  /** The largest magnitude in each block, as a power of two. */
+  /** The largest magnitude in each block, as a power of two; null also where it is not finite. */
   largestOverSteps() {
-    return this.overSteps((h) => h.min + h.counts.length - 1 + Math.log2(h.largest));
+    return this.overSteps((h) => (nonFinite(h) ? Infinity : h.min + h.counts.length - 1 + Math.log2(h.largest)));
   }
 
   /** @param {any} layer */
