@@ -449,8 +449,10 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
 def _growth(found: Sequence[MastersAddedUp | LeftOver]) -> dict[str, dict[str, object]]:
     """Return the words and the evidence on the sums: the largest magnitude of each, and its step."""
     largest, steps = [each.largest for each in found], [each.step for each in found]
-    words = {"largest_first": largest[0], "largest_last": largest[-1]}
-    return {"words": words, "evidence": {"largest": largest, "steps": steps}}
+    return {
+        "words": {"largest_first": largest[0], "largest_last": largest[-1]},
+        "evidence": {"largest": largest, "steps": steps},
+    }
 
 
 def _has_grown(found: Sequence[MastersAddedUp | LeftOver]) -> bool:
