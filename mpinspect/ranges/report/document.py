@@ -124,8 +124,8 @@ TERMS = (
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )
 _LEGEND = (
-    "~ estimate, <= at most, 0% seen: but zeros may have been values, [bounds] or a..b where far apart; ? not known; {0..11}: "
-    "the worst of them"
+    "~ estimate, <= at most, 0%: none was seen, zeros may have been values, [bounds] or a..b where far apart; ? not known; "
+    "{0..11}: the worst of them"
 )
 
 

@@ -50,7 +50,7 @@ class Culprit(NamedTuple):
 
 _NOBODY = Culprit("", ())
 _OF_EACH_BACKWARD = "The map shows each backward's own gradients; the optimizer takes .grad, the sum of all so far."
-_WITHOUT_VALUES = "The marked place has no values; \u25b7 marks the rows next to it."
+_WITHOUT_VALUES = "No tensor of the marked place was counted; \u25b7 marks the rows next to it."
 
 
 class Opening(NamedTuple):
@@ -230,7 +230,7 @@ def _in_module(
     words = (
         _WITHOUT_VALUES
         if is_in_ranges
-        else "The marked place has no values; the rows next to it (\u25b7) do not show the fault."
+        else "No tensor of the marked place was counted; the rows next to it (\u25b7) do not show the fault."
     )
     return Culprit(kind, (), near, module, said, step, words=words)
 
