@@ -138,7 +138,8 @@ class Fault:
 
     def finding(self, found: Found, session: Session) -> Finding:
         """Return the finding of one occurrence; its code begins with the lines of the script that it is about."""
-        figures = {"step": found.step, "device_type": _device_type(session), **found.evidence, **found.words}
+        figures = {"step": found.step, "device_type": _device_type(session), "path": quoted(found.layer)}
+        figures |= {**found.evidence, **found.words}
         fix, code = text(found.fix, figures), text(found.code, figures, between="\n")
         evidence, line = dict(found.evidence), found.evidence.get("line", "")
         sources = {each: source for each in (*found.before, line) if (source := session.source_of(each))}

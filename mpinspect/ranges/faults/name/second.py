@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from mpinspect.numeric.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
+from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
-from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, LayerInFP32, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD, further_lines, of_operation
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed, no_weight_changes
@@ -223,18 +223,6 @@ class _Born(Sentences):
         "    # and the operators that take y\n"
         "    z = g(y)"
     )
-    LAYER_ON = (
-        "# once; likewise what takes its result\n"
-        "layer = model.get_submodule({path})\n"
-        "forward = layer.forward\n"
-        "def in_fp32(x):\n"
-        "    with torch.autocast(\n"
-        "        {device_type}, enabled=False\n"
-        "    ):\n"
-        "        return forward(x.float())\n"
-        "layer.forward = in_fp32"
-    )
-    LAYER_TO_FP32 = "model.get_submodule({path}).float()"
     CAST_BOTH_ON = f"{CAST_BOTH}\n    # and the operators that take y\n    z = g(y)"
     UNCAST = "with torch.autocast({device_type}, enabled=False):\n    # x as it was before the cast\n    y = layer(x)"
     MASK_OF_THE_DTYPE = (
@@ -295,8 +283,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
     origin = _origin(born)
     fix, code = _remedy(born, origin)
     if origin is None and born.name and born.names[0] == "addmm" and code is _Born.CAST_ON:
-        is_narrow = bool({FLOAT16.name, BFLOAT16.name} & set(case.precision.weights))
-        code = (_Born.LAYER_TO_FP32.when(is_narrow), _Born.LAYER_ON)
+        code = LayerInFP32.of(case.precision)
     phase = born.names[2]
     first = _first_event(case, phase)
     further = further_lines(case, born) if born.largest else []
@@ -894,8 +881,8 @@ FAULTS = (
         (_Alike, _Born),
         ("scale-falls-for-forward", "non-finite-event", "argument-out-of-range"),
     ),
-    Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born,), _OF_BORN),
-    Fault("input-rounded-away", "warning", _input_rounded_away, (_Born,), _OF_BORN),
+    Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born, LayerInFP32), _OF_BORN),
+    Fault("input-rounded-away", "warning", _input_rounded_away, (_Born, LayerInFP32), _OF_BORN),
     Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
     Fault("choices-differ", "warning", _choices_differ, (_Choices,)),
     Fault("constant-is-one", "warning", _constant_is_one, (_One,), ("updates-lost",)),
