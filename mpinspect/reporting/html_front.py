@@ -65,7 +65,7 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .picture,.mpinspect .tab{order:1;padding:.4em 1em 0;min-height:0}}
 @media print{.mpinspect .tabs{display:none}
 .mpinspect .screen{display:block;height:auto!important}.mpinspect .panel{border:0;overflow:visible}
-.mpinspect .screen>*{height:auto!important}.mpinspect .picture{padding-right:1em}.mpinspect .tab{overflow:visible}
+.mpinspect .screen>*{height:auto!important}.mpinspect .tab{overflow:visible}
 .mpinspect .panel details::details-content{content-visibility:visible;height:auto}}
 """
 
