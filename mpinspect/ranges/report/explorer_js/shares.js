@@ -109,6 +109,7 @@ export class Shares {
     if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, "no finite value was counted")])];
     const [lost, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
     const beside = broken && this.hasCurve ? [element("b", { className: "bad" }, `${this.view.chosen ? "" : "up to "}${percent(broken)} inf, NaN: the curves are of finite values`)] : [];
+    if (this.view.hidesValues && this.hasCurve) beside.push(element("span", {}, "zeros may have been values"));
     return [element("b", {}, `at ${power(scale)}`), this.fold, element("span", {}, `${lost} flushed${this.hasCurve ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow${broken && !this.hasCurve ? " (finite)" : ""}`), ...beside];
   }
 

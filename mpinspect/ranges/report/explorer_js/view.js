@@ -182,6 +182,12 @@ export class View {
     return { h, all, flushed: flushed(h, f, k), subnormal: subnormal(h, f, k), low, high };
   }
 
+  /** Whether zeros may have been values, in a run whose fault depends on that: what an earlier operation flushed is not in the counts. */
+  get hidesValues() {
+    const { said, curve } = this.data.opening;
+    return Boolean(said && curve && this.ofKind.some((/** @type {any} */ layer) => layer.floor !== null && this.counted(layer)?.zeros));
+  }
+
   /** Share of a parameter's updates that are lost, or of all parameters'; null where none was seen. @param {any} storage @param {any} layer @param {number} block */
   lostOf(storage, layer, block = this.state.block) {
     /** @type {any[]} */
