@@ -825,7 +825,9 @@ def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():
     named = part(render(diff(broken(), other), ".html"), "section", "panel")
     settings = [change.name for change in diff(broken(), other).models[0].ranges.settings]
     assert settings
-    assert f"Settings that differ: {', '.join(settings)}." in named
+    assert f"B has no such finding. Settings that differ: {', '.join(settings)}." in named
+    turned = part(render(diff(other, broken()), ".html"), "section", "panel")
+    assert f"A has no such finding. Settings that differ: {', '.join(settings)}." in turned
     alike = diff(broken(), broken())
     assert "Neither is healthy" in part(render(alike, ".html"), "header", "bar")
     panel = " ".join(part(render(alike, ".html"), "section", "panel").split())
