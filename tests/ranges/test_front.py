@@ -701,6 +701,29 @@ def test_infinities_and_nans_have_a_share_a_mark_and_a_sentence_beside_the_curve
     assert colours == [True] * 5 + [False]
 
 
+@pytest.mark.parametrize(("floor", "zeros"), [(-24, 4), (-24, 0), (None, 4)])
+def test_the_figures_beside_the_curve_say_that_zeros_may_have_been_values(
+    floor: int | None,
+    zeros: int,
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    ranges = found_in("head", id="scale-too-low").parts[0].ranges
+    counts = ExponentHistogram.from_counts([5] * 12, -20, zeros=zeros)
+    windows = tuple(
+        replace(window, tensors={key: replace(each, histogram=counts) for key, each in window.tensors.items()})
+        for window in ranges.session.windows
+    )
+    layers = tuple(replace(layer, floor_exponent=floor) for layer in ranges.layers)
+    ranges = replace(ranges, layers=layers, session=replace(ranges.session, windows=windows))
+    run = RunReport("a.py", "ended", (ModelPart("N", ranges),))
+    page = opened(browser, run.save(tmp_path / "a.html"), viewport=SCREEN)
+    beside = page.text_content(".explorer figure.losses .readout")
+    assert "overflow" in beside
+    for words in (beside, page.text_content(".explorer .said")):
+        assert ("zeros may have been values" in words) is (floor is not None and zeros > 0)
+
+
 def test_shares_have_one_notation_on_the_map(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     """Zeros may have been values in one layer and not in another: the shares of the others are shares all the same."""
     page = opened(browser, of_run(SESSIONS["everything"]).save(tmp_path / "a.html"), viewport=SCREEN)
