@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpinspect.ranges.faults.name.case import Case, again, grouped, quoted
+from mpinspect.ranges.faults.name.own_names import with_own_names
 from mpinspect.ranges.records import Record
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import INFERRED, MEASURED, SEVERITIES, Finding
@@ -38,6 +39,8 @@ class Found:
         is_grave: whether it did more harm than usual: its severity is one above the fault's own, which must not be "error".
         is_mild: whether it did less harm than usual: its severity is one below the fault's own, which must not be "info".
         is_inferred: whether the cause was concluded from measurements, and not measured itself.
+        operator: torch's name of the operator that the code computes, whose operands are taken from the script's line; "" for
+            code that computes none.
         before: lines of the script whose operators lead to the one of the evidence's "line".
         step: the step in which the problem began, from 0; None if it belongs to no step.
     """
@@ -52,6 +55,7 @@ class Found:
     is_grave: bool = False
     is_mild: bool = False
     is_inferred: bool = False
+    operator: str = ""
     before: Sequence[str] = ()
     step: int | None = None
 
@@ -141,12 +145,14 @@ class Fault:
 
     def finding(self, found: Found, session: Session) -> Finding:
         """Return the finding of one occurrence; its code begins with the lines of the script that it is about."""
-        figures = {"step": found.step, "device_type": _device_type(session), **found.evidence, **found.words}
+        figures = {"step": found.step, "device_type": _device_type(session), "path": quoted(found.layer)}
+        figures |= {**found.evidence, **found.words}
         fix, code = text(found.fix, figures), text(found.code, figures, between="\n")
         evidence, line = dict(found.evidence), found.evidence.get("line", "")
         sources = {each: source for each in (*found.before, line) if (source := session.source_of(each))}
         if line in sources:
             evidence["source"] = sources[line]
+            code = with_own_names(code, sources[line], found.operator)
         if fix:
             code = "\n".join([*(printable(f"# {each}: {source}") for each, source in sources.items()), code]).rstrip()
         return Finding(

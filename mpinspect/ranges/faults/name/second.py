@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
-from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, LayerInFP32, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD, further_lines, of_operation
 from mpinspect.ranges.faults.name.fault import AFTER_BREAK, TWICE, Fault, Found
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed, no_weight_changes
@@ -215,9 +215,14 @@ class _Born(Sentences):
     SUBTRACT_LARGEST = "If it is normalised afterwards, subtract the largest exponent first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     PLAIN = "y = {expression}"
-    CAST = "with torch.autocast({device_type}, enabled=False):\n    y = {expression}"
+    CAST_INPUTS = "with torch.autocast({device_type}, enabled=False):\n    # from inputs in FP32\n    y = {expression}"
     CAST_BOTH = "with torch.autocast({device_type}, enabled=False):\n    x = {origin_expression}\n    y = {of_x}"
-    CAST_ON = f"{CAST}\n    # and the operators that take y\n    z = g(y)"
+    CAST_ON = (
+        "with torch.autocast({device_type}, enabled=False):\n"
+        "    y = {expression}\n"
+        "    # and the operators that take y\n"
+        "    z = g(y)"
+    )
     CAST_BOTH_ON = f"{CAST_BOTH}\n    # and the operators that take y\n    z = g(y)"
     UNCAST = "with torch.autocast({device_type}, enabled=False):\n    # x as it was before the cast\n    y = layer(x)"
     MASK_OF_THE_DTYPE = (
@@ -271,6 +276,8 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         return
     origin = _origin(born)
     fix, code = _remedy(born, origin)
+    if origin is None and born.name and born.names[0] == "addmm" and code is _Born.CAST_ON:
+        code = LayerInFP32.of(case.precision)
     phase = born.names[2]
     first = _first_event(case, phase)
     further = further_lines(case, born) if born.largest else []
@@ -284,6 +291,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         {
             "count": int(born.elements),
             "first_place": first and first.place,
+            "path": quoted(born.name),
             "at": _at(born, is_later),
             "at_origin": origin and _at(origin, is_later),
             **_words_of(origin),
@@ -291,6 +299,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "further": " and ".join(further),
         },
         layer=layer,
+        operator="" if origin else born.names[0],
         is_grave=first is not None,
         before=[*([origin.names[1]] if origin else born.names[3:4]), born.names[1], *further],
         step=step,
@@ -331,7 +340,7 @@ def _remedy(born: BornInfinite, origin: BornInfinite | None) -> tuple[Said, Said
     operator = born.names[0]
     is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
     # The operators that take a large result would round it again.
-    casts = (_Born.CAST, _Born.CAST_BOTH) if not born.largest else (_Born.CAST_ON, _Born.CAST_BOTH_ON)
+    casts = (_Born.CAST_INPUTS, _Born.CAST_BOTH) if not born.largest else (_Born.CAST_ON, _Born.CAST_BOTH_ON)
     cast = casts[origin is not None]
     if origin is not None and born.largest:
         return (_Born.FROM_NEAR_IN_FP32, _Born.SUBTRACT_LARGEST.when(origin.names[0].startswith("exp"))), cast
@@ -443,7 +452,8 @@ def _sum_loses_terms(case: Case) -> Iterator[Found]:
         code = _Sum.CAST_INDEXED.when(operator.startswith(("index", "scatter", "embedding"))) or _Sum.CAST
         code = _Sum.CAST_PUT.when(operator.startswith("index_put")) or code
         fix = _Sum.IN_FP32.when(is_fault)
-        yield _found(lost, (_Sum.LOSES, also), fix, code.when(is_fault), words, is_mild=not is_fault)
+        more = {"operator": lost.names[0], "is_mild": not is_fault}
+        yield _found(lost, (_Sum.LOSES, also), fix, code.when(is_fault), words, **more)
 
 
 class _Absorbed(Sentences):
@@ -688,7 +698,9 @@ class _Left(Sentences):
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
     DIFFERENCE = (
         "with torch.autocast({device_type}, enabled=False):\n"
-        "    a, b = f(x.float()), g(x.float())\n"
+        "    # from inputs in FP32\n"
+        "    a = f(x.float())\n"
+        "    b = g(x.float())\n"
         "    difference = a - b"
     )
 
@@ -723,6 +735,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
         fix = (
             _Born.FROM_ORIGIN_IN_FP32.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32
         )
+        is_subtracted = cancelled.names[0].strip("_") in ("sub", "rsub") and not origin
         yield _found(
             cancelled,
             (_Left.ARISES_EARLIER.when(origin) or _Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
@@ -735,6 +748,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
                 "origin_expression": "f(z.float())",
                 **_words_of(origin),
             },
+            operator=cancelled.names[0] if is_subtracted else "",
             is_grave=born is not None,
             is_mild=is_mild,
             before=[origin.names[1]] if origin else [],
@@ -839,8 +853,10 @@ FAULTS = (
         (_Alike, _Born),
         ("scale-falls-for-forward", "non-finite-event", "argument-out-of-range"),
     ),
-    Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born,), _OF_BORN, checked=AFTER_BREAK),
-    Fault("input-rounded-away", "warning", _input_rounded_away, (_Born,), _OF_BORN, checked=AFTER_BREAK),
+    Fault(
+        "overflow-in-operator", "warning", _overflow_in_operator, (_Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK
+    ),
+    Fault("input-rounded-away", "warning", _input_rounded_away, (_Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),
     Fault(
         "integers-rounded",
         "warning",
