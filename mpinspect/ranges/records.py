@@ -225,6 +225,30 @@ class ChangedBeforeStep(Change, kind="changed-before-step"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SteppedBesideScaler(Record, kind="stepped-beside-scaler"):
+    """A step that the loop took itself after a scaler's step on the same gradients. ``text``: the line of the loop.
+
+    Args:
+        skipped: whether the scaler had skipped its step.
+    """
+
+    skipped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostSquares(Record, kind="lost-squares"):
+    """Averages of squared gradients that are zero before a step, in FP32's range, beside averages of gradients that are not.
+
+    Args:
+        flushed: their share of the averages whose square FP32 holds.
+        largest: the largest step that the optimizer would take there, as a multiple of its learning rate.
+    """
+
+    flushed: float
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplacedBeforeStep(Record, kind="replaced-before-step"):
     """Infinite or NaN gradients that became finite before the optimizer's step. ``of``: the number of gradients."""
 

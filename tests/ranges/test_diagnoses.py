@@ -2037,6 +2037,54 @@ def test_healthy_loops_with_masters_have_no_finding_about_gradients(how):
     assert reasons == {("update", "the optimizer steps masters, copies of the weights")}
 
 
+class OwnMasters(torch.optim.SGD):
+    """Steps FP32 copies of its weights, whose gradients it makes within its step."""
+
+    def __init__(self, weights, overwrites):
+        self.weights, self.overwrites = list(weights), overwrites
+        super().__init__([nn.Parameter(weight.detach().float()) for weight in self.weights], lr=0.05)
+
+    def step(self, closure=None):
+        masters = self.param_groups[0]["params"]
+        for weight, master in zip(self.weights, masters, strict=True):
+            if self.overwrites or master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad.copy_(weight.grad)
+        super().step()
+        with torch.no_grad():
+            for weight, master in zip(self.weights, masters, strict=True):
+                weight.copy_(master)
+                weight.grad = None
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_gradients_that_an_optimizer_gives_its_masters_within_its_step_are_not_lost(overwrites):
+    model = mlp(torch.bfloat16)
+    optimizer = OwnMasters(model.parameters(), overwrites)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for x, y in batches(20, torch.bfloat16):
+            nn.functional.cross_entropy(model(x).float(), y).backward()
+            optimizer.step()
+    assert [finding.id for finding in inspector.report().findings if finding.severity != "info"] == []
+
+
+def test_the_output_of_a_model_whose_update_broke_it_is_not_the_batch_of_another_one():
+    maker, judge = mlp(), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (maker, judge)]
+    with Inspector(maker, optimizers=optimizers[0]), Inspector(judge, optimizers=optimizers[1]) as inspector:
+        for step, (x, _) in enumerate(batches(8)):
+            for model, given in ((judge, maker(x).detach() * 2), (maker, x)):
+                optimizer = optimizers[model is judge]
+                optimizer.zero_grad()
+                model(given).square().mean().backward()
+                optimizer.step()
+            if step == 3:
+                with torch.no_grad():
+                    maker[0].bias[1] = math.inf
+    assert "batch-not-finite" not in {finding.id for finding in inspector.report().findings}
+
+
 @pytest.mark.parametrize("precision", ["bf16-master", "fp16-master"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_training_with_mixed_precision_has_no_finding(precision, micro_batches):

@@ -17,6 +17,7 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     BornInfinite,
     BrokenAlike,
+    BrokenWeights,
     ChangedChoices,
     ChangedIntegers,
     DividedInHalf,
@@ -269,7 +270,8 @@ def _born_infinite(case: Case) -> Iterator[Found]:
 
 def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Found]:
     norms = {norm.step for norm in overflowed_norms(case)}
-    born = next((each for each in of_model if _is_of_precision(each, case) and each.step not in norms), None)
+    possible = (each for each in of_model if _is_of_precision(each, case) and each.step not in norms)
+    born = next((each for each in possible if each.largest or not _are_weights_broken(each, case)), None)
     if born is None:
         return
     if born.largest and any(not _is_of_rounding(each, case) for each in case.recorded(ExaminedArgument)):
@@ -325,6 +327,11 @@ def _is_of_precision(born: BornInfinite, case: Case) -> bool:
     """Return whether a step's infinities are of the precision, and not of a loss scale that was too high for its backward."""
     events = [event for event in case.events if event.step == born.step]
     return born.names[2] == "forward" or any(event.broken_phase == "backward" for event in events)
+
+
+def _are_weights_broken(found: Record, case: Case) -> bool:
+    """Return whether the weights held infinities or NaNs before a record's step: an update is the cause of those after it."""
+    return any(broken.step <= found.step for broken in case.recorded(BrokenWeights))
 
 
 def _is_of_rounding(examined: ExaminedArgument, case: Case) -> bool:
@@ -409,7 +416,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
     is_stepped_on = any(event.skipped is False for event in broken)
     for alike in case.recorded(BrokenAlike):
-        if is_stepped_on and not alike.from_finite:
+        if (is_stepped_on or _are_weights_broken(alike, case)) and not alike.from_finite:
             continue
         # A step of a second opinion has no events.
         if not case.progress.steps or (first is not None and first.step <= alike.step):
