@@ -249,6 +249,11 @@ class LostSquares(Record, kind="lost-squares"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CastToFP8(Record, kind="cast-to-fp8"):
+    """The first cast to FP8 in a step that was computed twice. ``names``: its operator, line and phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplacedBeforeStep(Record, kind="replaced-before-step"):
     """Infinite or NaN gradients that became finite before the optimizer's step. ``of``: the number of gradients."""
 

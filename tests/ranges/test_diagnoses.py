@@ -570,6 +570,40 @@ def zero_row(broken):
     return train(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_of=loss_of)
 
 
+class NormedRows(torch.autograd.Function):
+    """Divides each row of a matrix by its largest magnitude, hidden from autograd's graph."""
+
+    @staticmethod
+    def forward(context, weight):
+        context.save_for_backward(weight)
+        return weight / weight.abs().amax(-1, keepdim=True)
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient
+
+
+class NormedLinear(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, NormedRows.apply(self.weight))
+
+
+def zero_weight(broken):
+    """Train an adapter whose second weight is normed and begins at zero, before a layer with a frozen bias and a softmax."""
+    torch.manual_seed(0)
+    model = nn.Sequential(NormedLinear(8, 8, bias=False), NormedLinear(8, 8, bias=False), nn.Linear(8, 4))
+    model[2].bias.requires_grad_(False)
+    if broken:
+        nn.init.zeros_(model[1].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def loss_of(model, x, y, step):
+        scores = model[1](model[0](x)) @ model[2].weight.t() + model[2].bias
+        return nn.functional.cross_entropy(scores, y)
+
+    return train(model, optimizer, loss_of=loss_of)
+
+
 def logarithm(broken):
     def loss_of(model, x, y, step):
         chosen = model(x).softmax(-1).gather(1, y[:, None])
@@ -1335,6 +1369,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("argument-out-of-range", "", 5, ignored_targets),
     ("batch-not-finite", "", 4, infinity_beside_a_mask),
     ("mask-hides-whole-row", "", 3, masked_row),
+    ("zero-row-normalized", "1", 0, zero_weight),
     ("mask-hides-whole-row", "blocks.0", 3, mask_given_to_blocks),
     ("zero-row-normalized", "", 4, zero_row),
     ("argument-out-of-range", "", 6, logarithm),
@@ -1925,6 +1960,10 @@ class Choosing(nn.Module):
     def forward(self, x):
         scores = torch.sigmoid((0.3 * self.gate(x) + 3).bfloat16())
         return self.out(x * self.choose(scores).float().sum(-1, keepdim=True))
+
+
+def test_nans_before_a_softmax_are_not_attributed_to_a_mask():
+    assert not named(zero_weight(True), "mask-hides-whole-row")
 
 
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES.keys())

@@ -330,3 +330,15 @@ def test_the_gradient_of_a_cast_in_the_forward_is_cast_to_fp8_too():
 )
 def test_a_cast_to_fp8_that_leaves_the_large_values_is_not_reported(given):
     assert "operator-flushes" not in cast(**given)
+
+
+def test_a_run_with_casts_to_fp8_does_not_compute_in_fp32_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), CastHead(torch.float8_e5m2, True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+    assert "\nComputes in FP32 with casts to FP8: " in str(inspector.report())

@@ -47,7 +47,7 @@ from mpinspect.ranges.records import (
     ExaminedZeroRow,
     WeightGrowth,
 )
-from mpinspect.ranges.session import MOST_ROWS, containers
+from mpinspect.ranges.session import MOST_ROWS, Event, containers
 from mpinspect.reporting.words import optional
 from mpinspect.runtime.distributed import is_from_stage_before
 
@@ -65,6 +65,8 @@ _MOST_COMPARED = 16
 _LOSS_GROWN = 100.0
 
 
+#: Modules whose output is finite if their input is and their weight is zero, unless code of their own divides by the weight.
+_PRODUCTS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 #: The records of singular operations, by their kind.
 _KINDS: dict[str, type[Examined]] = {
     "argument": ExaminedArgument,
@@ -116,6 +118,8 @@ class Examination(Measuring):
         self._called: set[str] = set()
         #: The sequence numbers of the graph nodes that made modules' outputs.
         self._ends: set[int] = set()
+        #: The weights that were zero when this step's loss was not finite.
+        self._zero: set[str] = set()
         #: Norms of the weights and of some of their rows before the first step, and the names of the weights recorded as grown.
         self._began: tuple[Sent, Sent] | None = None
         self._grown: set[str] = set()
@@ -149,6 +153,7 @@ class Examination(Measuring):
         self._alone.clear()
         self._called.clear()
         self._ends.clear()
+        self._zero.clear()
         if self._began is None:
             self._began = self._weight_norms(), self._weight_norms(_MOST_COMPARED)
 
@@ -212,6 +217,7 @@ class Examination(Measuring):
         self._name_operations(starts)
         # This step's update has not been applied yet, so these weights made the loss.
         norms = self._weight_norms(fewest_dims=1).read()
+        self._zero = {name for name, norm in norms.items() if not norm}
         if broken := _broken(norms):
             self._record_names(BrokenWeights(step=step, names=broken, of=len(norms)))
             # Non-finite weights explain every later infinity or NaN, so the examination ends.
@@ -260,13 +266,17 @@ class Examination(Measuring):
             self._examined += 1
             self._tell_singular(step, candidate, loss_finite=True)
         for found, before, call in self._found:
-            # An argument computed from a non-finite output is not the cause.
+            # An argument computed from a non-finite output is not the cause; a row of -inf makes no NaN before its softmax.
             is_late = any(
-                (event.phase, event.what) == ("forward", ACTIVATION) and event.tensor in before for event in new
+                (event.phase, event.what) == ("forward", ACTIVATION)
+                and event.tensor in before
+                and (found.kind in ("argument", "difference") or (found.kind == "mask" and event.value == "nan"))
+                for event in new
             )
-            if not is_late or found.kind not in ("argument", "difference"):
+            if not is_late:
                 self._tell_singular(step, found, loss_finite=False, call=call)
         self._found.clear()
+        self._tell_zero_weights(new)
         if self._clock.measured and not self._recording.events:
             rows = self._weight_norms(_MOST_COMPARED)
             self._arrivals.call(rows.copies, partial(self._compare_rows, step, rows))
@@ -340,6 +350,17 @@ class Examination(Measuring):
                 self._tell_examined(ExaminedZeroRow, step, int(broken.sum()), Rows.where(rows), "a division", path)
                 return True
         return False
+
+    def _tell_zero_weights(self, events: Sequence[Event]) -> None:
+        """Record a product with a weight of zeros whose output was the first NaN: the weight was divided by its own zero."""
+        modules = {layer.path: layer.module for layer in self._layers if isinstance(layer.module, _PRODUCTS)}
+        for event in events:
+            name = f"{event.module}.weight".lstrip(".")
+            is_first = (event.phase, event.value, event.tensor) == ("forward", "nan", event.module) and not event.given
+            if is_first and event.module in modules and name in self._zero:
+                rows = len(modules[event.module].weight)
+                whole = Rows(tuple(range(min(rows, MOST_ROWS))), rows, rows)
+                self._tell_examined(ExaminedZeroRow, event.step, rows, whole, name, event.module)
 
     def _tell_singular(
         self, step: int, found: Singular, *, loss_finite: bool, call: tuple[int, int] | None = None

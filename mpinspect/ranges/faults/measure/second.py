@@ -46,6 +46,7 @@ from mpinspect.ranges.records import (
     BornInfinite,
     BrokenAlike,
     CalledLines,
+    CastToFP8,
     ChangedIntegers,
     LostSum,
     OverflowedNorm,
@@ -499,7 +500,8 @@ class SecondComputation:
             self._flushes.made(value, local(), partial(self._record, pending=pending, result=value))
 
     def _compare_cast(self, pending: Pending, value: torch.Tensor) -> None:
-        """Judge a cast to FP8, also of a backward."""
+        """Record that there are casts to FP8, and judge one, also of a backward."""
+        self._found[CastToFP8] = self._found[CastToFP8] or [self._record(CastToFP8, pending, value)]
         source = pending.given[0][pending.func.overloadpacket is aten.copy_]
         if not (_is_plain(source) and source.shape == value.shape and source.numel()):
             return
@@ -742,7 +744,14 @@ class SecondComputation:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
         found += [*self._flushes.casts.values(), *self._coarse.values()]
-        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
+        firsts: tuple[type[Record], ...] = (
+            BornInfinite,
+            BrokenAlike,
+            CastToFP8,
+            ChangedIntegers,
+            Positions,
+            Ties,
+        )
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
