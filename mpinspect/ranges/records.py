@@ -816,17 +816,23 @@ class ChangedChoices(Record, kind="second-choices"):
 class RoundedArgument(Record, kind="second-argument"):
     """Arguments near zero of an operator that is singular there, which are mostly rounding error.
 
-    The line of the sum or difference that made them, if known, is the last of ``names``.
+    The line of the sum or difference that made them, if known, is the fourth of ``names``; an operator that was given the
+    number that rounding changed, and its line, are the next ones.
 
     Args:
         elements: how many of the ``of`` elements.
         given, exact: the element that is furthest off, and its exact value.
+        bound, rounded, nearest: a number of the script that leads to this element, such as a bound or an epsilon, its value in
+            the tensor's dtype, and the nearest other value there.
     """
 
     elements: float
     of: float
     given: float
     exact: float
+    bound: float | None = None
+    rounded: float | None = None
+    nearest: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -396,7 +396,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
         )
         rounded = of_operation(case.recorded(RoundedArgument), measured)
-        difference = rounded.names[-1] if rounded else ""
+        difference = rounded.names[3] if rounded else ""
         if difference and fix is _Argument.AT_AN_EDGE:
             fix, code = _REMEDIES["rounded to 16 bits"]
         also = _Argument.EQUAL_TERMS.when(fix is _Argument.ROUNDED_DIFFERENCE and "of zero" in measured.text)

@@ -113,7 +113,8 @@ def _place(record: Record) -> dict[str, object]:
     module = record.name and module_named(record.name)
     place = (module and module + bracketed(line)) or line or _OUTSIDE
     if phase == "backward":
-        place = f"the backward of {module or _OUTSIDE}"
+        place = f"the backward of {module or _OUTSIDE}{bracketed(line)}"
+        operator = f"the gradient of {operator}" if line else operator
     if phase.startswith(_BACKWARD_OF):
         place = f"the {phase}{bracketed(line)}"
     if optimizer := _optimizer_of(record):
@@ -196,6 +197,18 @@ class _Born(Sentences):
         "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales. To find the "
         "operator, step {measured} was computed a second time, in FP32."
     )
+    OF_BOUND = (
+        "Its argument is {bound.given:g} in {dtype:format} there, and {bound.exact:.3g} in FP32: {bounding} ({bound_line}) is "
+        "given {bound.bound:.9g}, which {dtype:format} rounds to {bound.rounded:g}. The nearest other number is "
+        "{bound.nearest:.6g}."
+    )
+    BOUND_IN_FP32 = "Compute in FP32 from {bounding} ({bound_line}) to {last}."
+    CAST_BEFORE = (
+        "with torch.autocast({device_type}, enabled=False):\n"
+        "    # the input of {bounding}\n"
+        "    x = x.float()\n"
+        "    # {bounding} and the operators after it"
+    )
     FURTHER = "It overflows in {further}, too."
     EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
@@ -277,8 +290,9 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
     if born.largest and any(not _is_of_rounding(each, case) for each in case.recorded(ExaminedArgument)):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
-    origin = _origin(born)
-    fix, code = _remedy(born, origin)
+    bound = _bound_of(born, case)
+    origin = None if bound else _origin(born)
+    fix, code = (_Born.BOUND_IN_FP32, _Born.CAST_BEFORE) if bound else _remedy(born, origin)
     phase = born.names[2]
     first = _first_event(case, phase)
     further = further_lines(case, born) if born.largest else []
@@ -288,6 +302,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         born,
         (
             _how(born, origin),
+            _Born.OF_BOUND.when(bound),
             _Born.OF_EXPONENT.when(born.exponent),
             _Born.FURTHER.when(further),
             began.when(is_later),
@@ -300,14 +315,29 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "at": _at(born, is_later),
             "at_origin": origin and _at(origin, is_later),
             **_words_of(origin),
+            "bound": bound,
+            "bounding": bound and _IN_WORDS.get(bound.names[4], bound.names[4].strip("_")),
+            "bound_line": bound and bound.names[5],
+            "last": f"{_IN_WORDS.get(born.names[0], born.names[0].strip('_'))} ({born.names[1]})",
             "at_exponent": bracketed("".join(born.names[3:4])),
             "further": " and ".join(further),
         },
         layer=layer,
         is_grave=first is not None,
-        before=[*([origin.names[1]] if origin else born.names[3:4]), born.names[1], *further],
+        before=[
+            *([origin.names[1]] if origin else born.names[3:4]),
+            *(bound.names[5:] if bound else ()),
+            born.names[1],
+            *further,
+        ],
         step=step,
     )
+
+
+def _bound_of(born: BornInfinite, case: Case) -> RoundedArgument | None:
+    """Return the argument of an infinite operator, or of its gradient, that is a rounded bound or epsilon of the script."""
+    same = (each for each in case.recorded(RoundedArgument) if each.bound is not None and each.step == born.step)
+    return None if born.largest else next((each for each in same if each.names[:2] == born.names[:2]), None)
 
 
 def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iterator[Found]:
