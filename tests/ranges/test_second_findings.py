@@ -7,6 +7,7 @@ import torch
 from agreeing_reports import analyse
 from analysis_sessions import session_of, spread, weight
 
+from mpinspect import Inspector
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
@@ -185,7 +186,7 @@ def test_a_backward_that_overflows_at_any_loss_scale_is_named_by_its_operator():
     cause = findings(born, precision=FP16, events=(high, low))["overflow-in-operator"]
     assert (cause.severity, cause.step, cause.layer) == ("error", 3, "head")
     assert "first not finite in step 3, in 'head', and again at far lower loss scales" in cause.message
-    assert "In the backward of 'head', mul" in cause.message
+    assert "In the backward of 'head' (train.py:7), the gradient of mul overflows FP16" in cause.message
     # At this step's scale the overflow may be the scale's.
     assert "overflow-in-operator" not in findings(born, precision=FP16, events=(replace(high, step=7),))
 
@@ -704,3 +705,57 @@ def test_a_forwards_loss_comes_before_a_backwards_that_computes_with_it():
     assert list(findings(lost, absorbed(size=1.0))) == ["addition-changes-nothing", "sum-loses-terms"]
     forward = replace(lost, names=("sum", "train.py:9", "forward", "w"))
     assert list(findings(forward, absorbed(size=1.0))) == ["sum-loses-terms", "addition-changes-nothing"]
+
+
+def trained(loss_of, scale, steps=4):
+    """Train in FP16 and compute steps twice; return the findings by id."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    with Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = loss_of(model(torch.randn(16, 8)))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+def distance(y):
+    return (y[:, None] - y).square().sum(-1).clamp_min(1e-10).sqrt().float().mean()
+
+
+def confidence(y):
+    share = (40 * y).sigmoid().clamp(1e-3, 0.9999)
+    return -(1 - share).log().float().mean()
+
+
+def entropy(y):
+    share = y.relu()
+    return -(share * (share + 1e-9).log()).float().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "scale", "says"),
+    [
+        (distance, 2.0**-10, ("the gradient of sqrt", "clamp_min", "1e-10, which FP16 rounds to 0", "5.96046e-08")),
+        (confidence, 1.0, ("log is infinite", "clamp", "0.9999, which FP16 rounds to 1", "0.999512")),
+        (entropy, 1.0, ("log is infinite", "add", "1e-09, which FP16 rounds to 0", "5.96046e-08")),
+    ],
+)
+def test_a_bound_that_16_bits_do_not_hold_is_the_cause_of_the_infinity(loss_of, scale, says):
+    found = trained(loss_of, scale)["input-rounded-away"]
+    assert [each for each in says if each not in found.message] == []
+    first = loss_of.__code__.co_firstlineno
+    lines = [f"test_second_findings.py:{first + 1 + offset}" for offset in range(2)]
+    assert any(line in found.message for line in lines)
+    assert found.fix.startswith(f"Compute in FP32 from {says[1]} (test_second_findings.py:")
+
+
+def test_a_bound_that_is_not_reached_is_no_cause():
+    # The argument is a difference of equal terms.
+    found = trained(lambda y: (y.clamp_min(1e-9) * 0 + (y.sigmoid() + 1 - 1).square()).log().float().mean(), 1.0)
+    assert not any("rounds to 0" in finding.message for finding in found.values())

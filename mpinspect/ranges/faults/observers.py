@@ -22,7 +22,7 @@ from mpinspect.ranges.faults.measure.ledger import Ledger
 from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
 from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.faults.measure.measuring import Run
-from mpinspect.ranges.faults.measure.new_scalers import NewScalers, ScalesUsed
+from mpinspect.ranges.faults.measure.new_scalers import BesideScaler, NewScalers, ScalesUsed
 from mpinspect.ranges.faults.measure.saturated import SaturatedFunctions
 from mpinspect.ranges.faults.measure.standstill import StandingStill
 
@@ -43,6 +43,7 @@ def diagnosing_observers(
             Ledger,
             NewScalers,
             ScalesUsed,
+            BesideScaler,
             MasterGradients,
             HandedOver,
             Averaged,

@@ -237,6 +237,8 @@ class HandedOver(Measuring):
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped: gradients still present at the next backward are left over."""
         self._stepped = True
+        if self._masters.writes_gradients(optimizer):
+            self._now.with_masters.difference_update(each.name for each in self._masters.of(optimizer))
         self.step_skipped(optimizer)
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:

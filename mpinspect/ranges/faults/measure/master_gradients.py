@@ -122,6 +122,8 @@ class MasterGradients(Measuring):
         self._stepped = True
         self._steps += self._began is not None
         self._after.pop(id(optimizer), None)
+        if self.at_work and self._masters.writes_gradients(optimizer):
+            self._now.sums.clear()
         if self._readings < _MOST_READINGS and not has_process_group():
             weights = [(each.name, each.parameter) for each in self._fp32_weights(optimizer)]
             self._left[id(optimizer)] = {name: (each.data_ptr(), each._version) for name, each in weights}

@@ -361,9 +361,13 @@ def applies_mask(node: Any) -> bool:
 
 
 def _is_finite(node: Any) -> bool:
-    """Return whether a node's saved arguments (``_saved_self``, or the factors of a product) are finite."""
+    """Return whether a node's saved arguments (``_saved_self``, or the factors of a product) are finite; of a function that the
+    user has defined, whether it saved no NaN.
+    """
     if is_packed(node):
         return False
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return not any(bool(each.isnan().any()) for each in node.saved_tensors if isinstance(each, torch.Tensor))
     kept = [getattr(node, name, None) for name in ("_saved_self", "_saved_mat1", "_saved_mat2")]
     return all(bool(each.isfinite().all()) for each in kept if isinstance(each, torch.Tensor))
 

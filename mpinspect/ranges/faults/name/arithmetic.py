@@ -133,8 +133,11 @@ class _Norm(Sentences):
         "Compute the normalisation in FP32 and cast its result back: in FP16 the square of a value of 256 or "
         "more is infinite."
     )
-    TOTAL_IN_FP32 = "Compute this single divisor, a sum, a count or a norm, in FP32."
-    WIDE_TOTAL = "total = terms.float().sum()"
+    TOTAL_IN_FP32 = (
+        "Compute the whole quotient in FP32: cast the terms before they are added up, of the divisor (a sum, a count or a norm) "
+        "and of the numerator, which may overflow next."
+    )
+    WIDE_TOTAL = "total = terms.float().sum()\n# the numerator likewise\ny = parts.float().sum() / total"
     WIDE = (
         "# FP32 before it is squared\n"
         "wide = x.float()\n"

@@ -17,6 +17,7 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     BornInfinite,
     BrokenAlike,
+    BrokenWeights,
     ChangedChoices,
     ChangedIntegers,
     DividedInHalf,
@@ -112,7 +113,8 @@ def _place(record: Record) -> dict[str, object]:
     module = record.name and module_named(record.name)
     place = (module and module + bracketed(line)) or line or _OUTSIDE
     if phase == "backward":
-        place = f"the backward of {module or _OUTSIDE}"
+        place = f"the backward of {module or _OUTSIDE}{bracketed(line)}"
+        operator = f"the gradient of {operator}" if line else operator
     if phase.startswith(_BACKWARD_OF):
         place = f"the {phase}{bracketed(line)}"
     if optimizer := _optimizer_of(record):
@@ -195,6 +197,18 @@ class _Born(Sentences):
         "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales. To find the "
         "operator, step {measured} was computed a second time, in FP32."
     )
+    OF_BOUND = (
+        "Its argument is {bound.given:g} in {dtype:format} there, and {bound.exact:.3g} in FP32: {bounding} ({bound_line}) is "
+        "given {bound.bound:.9g}, which {dtype:format} rounds to {bound.rounded:g}. The nearest other number is "
+        "{bound.nearest:.6g}."
+    )
+    BOUND_IN_FP32 = "Compute in FP32 from {bounding} ({bound_line}) to {last}."
+    CAST_BEFORE = (
+        "with torch.autocast({device_type}, enabled=False):\n"
+        "    # the input of {bounding}\n"
+        "    x = x.float()\n"
+        "    # {bounding} and the operators after it"
+    )
     FURTHER = "It overflows in {further}, too."
     EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
@@ -268,15 +282,17 @@ def _born_infinite(case: Case) -> Iterator[Found]:
 
 def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Found]:
     norms = {norm.step for norm in overflowed_norms(case)}
-    born = next((each for each in of_model if _is_of_precision(each, case) and each.step not in norms), None)
+    possible = (each for each in of_model if _is_of_precision(each, case) and each.step not in norms)
+    born = next((each for each in possible if each.largest or not _are_weights_broken(each, case)), None)
     if born is None:
         return
     if born.largest and any(not _is_of_rounding(each, case) for each in case.recorded(ExaminedArgument)):
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
-    origin = _origin(born)
-    fix, code = _remedy(born, origin)
-    if origin is None and born.name and born.names[0] == "addmm" and code is _Born.CAST_ON:
+    bound = _bound_of(born, case)
+    origin = None if bound else _origin(born)
+    fix, code = (_Born.BOUND_IN_FP32, _Born.CAST_BEFORE) if bound else _remedy(born, origin)
+    if not bound and origin is None and born.name and born.names[0] == "addmm" and code is _Born.CAST_ON:
         code = LayerInFP32.of(case.precision)
     phase = born.names[2]
     first = _first_event(case, phase)
@@ -285,7 +301,13 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
     began = _Born.FIRST.when(phase == "forward") or _Born.FIRST_OF_BACKWARD
     yield _found(
         born,
-        (_how(born, origin), _Born.OF_EXPONENT.when(born.exponent), _Born.FURTHER.when(further), began.when(is_later)),
+        (
+            _how(born, origin),
+            _Born.OF_BOUND.when(bound),
+            _Born.OF_EXPONENT.when(born.exponent),
+            _Born.FURTHER.when(further),
+            began.when(is_later),
+        ),
         fix,
         code,
         {
@@ -295,15 +317,30 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "at": _at(born, is_later),
             "at_origin": origin and _at(origin, is_later),
             **_words_of(origin),
+            "bound": bound,
+            "bounding": bound and _IN_WORDS.get(bound.names[4], bound.names[4].strip("_")),
+            "bound_line": bound and bound.names[5],
+            "last": f"{_IN_WORDS.get(born.names[0], born.names[0].strip('_'))} ({born.names[1]})",
             "at_exponent": bracketed("".join(born.names[3:4])),
             "further": " and ".join(further),
         },
         layer=layer,
         operator="" if origin else born.names[0],
         is_grave=first is not None,
-        before=[*([origin.names[1]] if origin else born.names[3:4]), born.names[1], *further],
+        before=[
+            *([origin.names[1]] if origin else born.names[3:4]),
+            *(bound.names[5:] if bound else ()),
+            born.names[1],
+            *further,
+        ],
         step=step,
     )
+
+
+def _bound_of(born: BornInfinite, case: Case) -> RoundedArgument | None:
+    """Return the argument of an infinite operator, or of its gradient, that is a rounded bound or epsilon of the script."""
+    same = (each for each in case.recorded(RoundedArgument) if each.bound is not None and each.step == born.step)
+    return None if born.largest else next((each for each in same if each.names[:2] == born.names[:2]), None)
 
 
 def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iterator[Found]:
@@ -323,6 +360,11 @@ def _is_of_precision(born: BornInfinite, case: Case) -> bool:
     """Return whether a step's infinities are of the precision, and not of a loss scale that was too high for its backward."""
     events = [event for event in case.events if event.step == born.step]
     return born.names[2] == "forward" or any(event.broken_phase == "backward" for event in events)
+
+
+def _are_weights_broken(found: Record, case: Case) -> bool:
+    """Return whether the weights held infinities or NaNs before a record's step: an update is the cause of those after it."""
+    return any(broken.step <= found.step for broken in case.recorded(BrokenWeights))
 
 
 def _is_of_rounding(examined: ExaminedArgument, case: Case) -> bool:
@@ -407,7 +449,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
     is_stepped_on = any(event.skipped is False for event in broken)
     for alike in case.recorded(BrokenAlike):
-        if is_stepped_on and not alike.from_finite:
+        if (is_stepped_on or _are_weights_broken(alike, case)) and not alike.from_finite:
             continue
         # A step of a second opinion has no events.
         if not case.progress.steps or (first is not None and first.step <= alike.step):
