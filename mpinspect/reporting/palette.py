@@ -2,9 +2,9 @@
 
 Every colour has a name for its meaning, a light variant, and a dark one for pages in a dark scheme. Text colours have a contrast
 of at least 4.5:1 against both grounds of their scheme. No colour is the only sign of anything: a format's regions (flushed,
-subnormal, overflow) differ in hatching too, kinds in line style, verdicts in words and in their marks. An error, a warning, good and
-flushed, whose hues deuteranopes confuse, differ in lightness. The sets follow Okabe and Ito, "Color Universal Design" (2008), whose
-hues stay apart for protanopes, deuteranopes and tritanopes.
+subnormal, overflow) differ in hatching too, kinds in line style, verdicts in words and in their marks. An error, a warning, good
+and flushed, whose hues deuteranopes confuse, differ in lightness. The sets follow Okabe and Ito, "Color Universal Design" (2008),
+whose hues stay apart for protanopes, deuteranopes and tritanopes.
 """
 
 from __future__ import annotations

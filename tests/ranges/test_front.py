@@ -631,7 +631,7 @@ def test_the_facts_of_the_bar_are_whole_or_absent(browser: Any, tmp_path: Path, 
     shown = [(text, at) for text, at in spans if at["y"] + at["height"] <= box["y"] + box["height"] + 1]
     assert len(shown) >= 2
     assert len(shown) == len(spans) or wide > 1000
-    assert all(0 <= at["x"] and at["x"] + at["width"] <= min(wide, box["x"] + box["width"]) + 1 for _, at in shown)
+    assert all(at["x"] >= 0 and at["x"] + at["width"] <= min(wide, box["x"] + box["width"]) + 1 for _, at in shown)
     # The others begin below the bar's one line.
     assert all(at["y"] >= box["y"] + box["height"] - 1 for text, at in spans if (text, at) not in shown)
     assert facts.get_attribute("title") == "; ".join(text for text, _ in spans)
