@@ -22,7 +22,7 @@ from mpinspect.ranges.analysis.first_line import gravest
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.records import LeftOver
 from mpinspect.ranges.report.comparison import headline
-from mpinspect.ranges.session import OptimizerRecord, Precision, Session, TensorInfo, TensorKey
+from mpinspect.ranges.session import OptimizerRecord, Precision, ScaleChange, Session, TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
 from mpinspect.reporting.finding import SEVERITIES_EXPLAINED
@@ -53,6 +53,42 @@ def test_a_finding_that_several_models_share_stands_once() -> None:
     assert "1 error" in panel
     assert f"{finding.id} Actor, Critic, " in " ".join(panel.split())
     assert "Change in Actor, Critic: " in " ".join(panel.split())
+
+
+def test_a_headline_names_all_models_of_which_it_is_true() -> None:
+    healthy = ModelPart("Third", analyse(replace(broken(nan_from=99), events=())))
+    parts = tuple(ModelPart(name, analyse(broken())) for name in ("Actor", "Critic"))
+    report = RunReport("train.py", "ended", (*parts, healthy), log_dir="runs/a")
+    assert report.first_line.startswith("Actor, Critic: step 5, forward, ")
+    later = ModelPart("Critic", analyse(broken(6)))
+    assert replace(report, parts=(parts[0], later, healthy)).first_line.startswith("Actor: step 5, forward, ")
+    two = tuple(replace(part, name=name) for name in ("Actor", "Critic") for part in found_in("blocks.0.fc2").parts)
+    other = replace(two[1], ranges=found_in("blocks.1.fc2").parts[0].ranges)
+    for shown, headline_shown in (
+        (two, "Actor, Critic: In 'blocks.0.fc2'"),
+        ((two[0], other), "Actor: In 'blocks.0.fc2'"),
+    ):
+        panel = part(render(replace(report, parts=shown), ".html"), "section", "panel")
+        assert headline_shown in " ".join(panel.split())
+
+
+def test_the_map_has_the_scale_that_the_loop_itself_applies(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    from mpinspect.reporting.finding import Finding
+
+    unknown = replace(broken(nan_from=99), events=())
+    unknown = replace(unknown, progress=replace(unknown.progress, scales=(ScaleChange(0, None),)))
+    ranges = replace(analysing.analyse(unknown), findings=())
+    scaled = Finding("scaler-missing-in-float16", "info", "", "It is.", {"least": 256.0, "most": 4096.0})
+    for findings, expected, other in (
+        ((), "the run's is not known", "own scale"),
+        ((scaled,), "with the loop's own scale, 256 (2⁸) to 4096 (2¹²)", "not known"),
+    ):
+        shown = RunReport("a.py", "ended", (ModelPart("N", replace(ranges, findings=findings)),))
+        page = opened(browser, shown.save(tmp_path / "a.html"), viewport=SCREEN)
+        said = page.text_content(".explorer .said") + page.text_content(".explorer figure.steps figcaption")
+        assert expected in said
+        assert other not in said
+        assert page.troubles == []
 
 
 def test_the_severities_are_explained_once_in_the_text() -> None:
