@@ -225,6 +225,35 @@ class ChangedBeforeStep(Change, kind="changed-before-step"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SteppedBesideScaler(Record, kind="stepped-beside-scaler"):
+    """A step that the loop took itself after a scaler's step on the same gradients. ``text``: the line of the loop.
+
+    Args:
+        skipped: whether the scaler had skipped its step.
+    """
+
+    skipped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LostSquares(Record, kind="lost-squares"):
+    """Averages of squared gradients that are zero before a step, in FP32's range, beside averages of gradients that are not.
+
+    Args:
+        flushed: their share of the averages whose square FP32 holds.
+        largest: the largest step that the optimizer would take there, as a multiple of its learning rate.
+    """
+
+    flushed: float
+    largest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CastToFP8(Record, kind="cast-to-fp8"):
+    """The first cast to FP8 in a step that was computed twice. ``names``: its operator, line and phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReplacedBeforeStep(Record, kind="replaced-before-step"):
     """Infinite or NaN gradients that became finite before the optimizer's step. ``of``: the number of gradients."""
 
@@ -787,17 +816,23 @@ class ChangedChoices(Record, kind="second-choices"):
 class RoundedArgument(Record, kind="second-argument"):
     """Arguments near zero of an operator that is singular there, which are mostly rounding error.
 
-    The line of the sum or difference that made them, if known, is the last of ``names``.
+    The line of the sum or difference that made them, if known, is the fourth of ``names``; an operator that was given the
+    number that rounding changed, and its line, are the next ones.
 
     Args:
         elements: how many of the ``of`` elements.
         given, exact: the element that is furthest off, and its exact value.
+        bound, rounded, nearest: a number of the script that leads to this element, such as a bound or an epsilon, its value in
+            the tensor's dtype, and the nearest other value there.
     """
 
     elements: float
     of: float
     given: float
     exact: float
+    bound: float | None = None
+    rounded: float | None = None
+    nearest: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

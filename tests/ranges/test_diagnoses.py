@@ -562,6 +562,40 @@ def zero_row(broken):
     return train(model, 0.01, loss_of=loss_of)
 
 
+class NormedRows(torch.autograd.Function):
+    """Divides each row of a matrix by its largest magnitude, hidden from autograd's graph."""
+
+    @staticmethod
+    def forward(context, weight):
+        context.save_for_backward(weight)
+        return weight / weight.abs().amax(-1, keepdim=True)
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient
+
+
+class NormedLinear(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, NormedRows.apply(self.weight))
+
+
+def zero_weight(broken):
+    """Train an adapter whose second weight is normed and begins at zero, before a layer with a frozen bias and a softmax."""
+    torch.manual_seed(0)
+    model = nn.Sequential(NormedLinear(8, 8, bias=False), NormedLinear(8, 8, bias=False), nn.Linear(8, 4))
+    model[2].bias.requires_grad_(False)
+    if broken:
+        nn.init.zeros_(model[1].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def loss_of(model, x, y, step):
+        scores = model[1](model[0](x)) @ model[2].weight.t() + model[2].bias
+        return nn.functional.cross_entropy(scores, y)
+
+    return train(model, optimizer, loss_of=loss_of)
+
+
 def logarithm(broken):
     def loss_of(model, x, y, step):
         chosen = model(x).softmax(-1).gather(1, y[:, None])
@@ -1315,6 +1349,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("argument-out-of-range", "", 5, ignored_targets),
     ("batch-not-finite", "", 4, infinity_beside_a_mask),
     ("mask-hides-whole-row", "", 3, masked_row),
+    ("zero-row-normalized", "1", 0, zero_weight),
     ("mask-hides-whole-row", "blocks.0", 3, mask_given_to_blocks),
     ("zero-row-normalized", "", 4, zero_row),
     ("argument-out-of-range", "", 6, logarithm),
@@ -1900,6 +1935,10 @@ class Choosing(nn.Module):
         return self.out(x * self.choose(scores).float().sum(-1, keepdim=True))
 
 
+def test_nans_before_a_softmax_are_not_attributed_to_a_mask():
+    assert not named(zero_weight(True), "mask-hides-whole-row")
+
+
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES.keys())
 def test_operators_other_than_a_choice_of_the_largest_have_no_router_ties(choose):
     torch.manual_seed(7)
@@ -2008,6 +2047,54 @@ def test_healthy_loops_with_masters_have_no_finding_about_gradients(how):
     assert "never-fired" not in {finding.id for finding in report.findings}
     reasons = {(kind, reason) for _, kind, reason in report.coverage.never_fired}
     assert reasons == {("update", "the optimizer steps masters, copies of the weights")}
+
+
+class OwnMasters(torch.optim.SGD):
+    """Steps FP32 copies of its weights, whose gradients it makes within its step."""
+
+    def __init__(self, weights, overwrites):
+        self.weights, self.overwrites = list(weights), overwrites
+        super().__init__([nn.Parameter(weight.detach().float()) for weight in self.weights], lr=0.05)
+
+    def step(self, closure=None):
+        masters = self.param_groups[0]["params"]
+        for weight, master in zip(self.weights, masters, strict=True):
+            if self.overwrites or master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad.copy_(weight.grad)
+        super().step()
+        with torch.no_grad():
+            for weight, master in zip(self.weights, masters, strict=True):
+                weight.copy_(master)
+                weight.grad = None
+
+
+@pytest.mark.parametrize("overwrites", [True, False])
+def test_gradients_that_an_optimizer_gives_its_masters_within_its_step_are_not_lost(overwrites):
+    model = mlp(torch.bfloat16)
+    optimizer = OwnMasters(model.parameters(), overwrites)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for x, y in batches(20, torch.bfloat16):
+            nn.functional.cross_entropy(model(x).float(), y).backward()
+            optimizer.step()
+    assert [finding.id for finding in inspector.report().findings if finding.severity != "info"] == []
+
+
+def test_the_output_of_a_model_whose_update_broke_it_is_not_the_batch_of_another_one():
+    maker, judge = mlp(), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (maker, judge)]
+    with Inspector(maker, optimizers=optimizers[0]), Inspector(judge, optimizers=optimizers[1]) as inspector:
+        for step, (x, _) in enumerate(batches(8)):
+            for model, given in ((judge, maker(x).detach() * 2), (maker, x)):
+                optimizer = optimizers[model is judge]
+                optimizer.zero_grad()
+                model(given).square().mean().backward()
+                optimizer.step()
+            if step == 3:
+                with torch.no_grad():
+                    maker[0].bias[1] = math.inf
+    assert "batch-not-finite" not in {finding.id for finding in inspector.report().findings}
 
 
 @pytest.mark.parametrize("precision", ["bf16-master", "fp16-master"])

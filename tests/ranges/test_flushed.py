@@ -198,6 +198,45 @@ def test_squares_that_an_optimizers_float16_state_flushes_are_reported():
     assert "weights-exploded" not in {each.id for each in found.values() if each.severity != "info"}
 
 
+def resumed(change, betas=(0.9, 0.999), late=False):
+    """Train an Adam whose states are changed and loaded, in the middle of the run or at the begin of a new one."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, betas=betas)
+
+    def take(steps):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(torch.randn(16, 8)).square().mean() * 1e-3).backward()
+            optimizer.step()
+
+    inspector = Inspector(model, optimizers=optimizer)
+    if late:
+        inspector.attach()
+    take(30)
+    state = optimizer.state_dict()
+    for each in state["state"].values():
+        each.update({name: change(each[name]) for name in ("exp_avg", "exp_avg_sq")})
+    optimizer.load_state_dict(state)
+    if not late:
+        inspector.attach()
+    take(5)
+    inspector.detach()
+    return by_id(inspector)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_squares_that_a_checkpoint_in_float16_has_lost_are_reported(late):
+    found = resumed(lambda state: state.half(), late=late)["moments-flushed"]
+    assert (found.severity, found.step, found.certainty) == ("error", 30 * late, "inferred")
+    assert "passed through FP16" in found.message
+
+
+@pytest.mark.parametrize("change", [torch.Tensor.clone, torch.Tensor.bfloat16, torch.zeros_like])
+def test_states_that_a_checkpoint_holds_are_no_fault(change):
+    assert "moments-flushed" not in resumed(change)
+
+
 def test_flushed_squares_are_a_warning_while_the_weights_stay():
     assert of_small_adam(torch.float16, eps=1.0)["moments-flushed"].severity == "warning"
 
@@ -273,3 +312,15 @@ def test_the_gradient_of_a_cast_in_the_forward_is_cast_to_fp8_too():
 )
 def test_a_cast_to_fp8_that_leaves_the_large_values_is_not_reported(given):
     assert "operator-flushes" not in cast(**given)
+
+
+def test_a_run_with_casts_to_fp8_does_not_compute_in_fp32_alone():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), CastHead(torch.float8_e5m2, True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+    assert "\nComputes in FP32 with casts to FP8: " in str(inspector.report())

@@ -113,7 +113,7 @@ def test_a_culprit_without_a_tensor_of_its_own_has_a_row_and_marks_no_other(
     assert shown["near"] == near
     assert (shown["name"], shown["said"], shown["step"]) == (name, "first NaN: step 5, forward", 5)
     assert shown["after"] is after
-    said = "The marked place has no values; \u25b7 marks the rows next to it."
+    said = "No tensor of the marked place was counted; \u25b7 marks the rows next to it."
     assert shown["words"].startswith(said) is bool(near)
     assert shown["block"] == 4
 

@@ -170,6 +170,7 @@ def test_at_most_three_modules_are_listed():
 def test_a_single_divisor_is_to_be_added_up_in_fp32():
     (finding,) = norm_findings(train(lambda x: x / (x.abs() * 20).sum()))
     assert "total = terms.float().sum()" in finding.code
+    assert "parts.float().sum() / total" in finding.code
     (finding,) = norm_findings(train(NORMS["rsqrt"]))
     assert "rsqrt" in finding.code
 

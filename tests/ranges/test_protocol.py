@@ -447,11 +447,11 @@ def test_a_scaler_that_grows_after_each_step_is_to_grow_later():
 # -- steps that no scaler guards -----------------------------------------------------------------------------------------
 
 
-def unguarded(take_step, steps=6):
+def unguarded(take_step, steps=6, scale=2.0**24):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(steps):
             optimizer.zero_grad()
@@ -483,6 +483,38 @@ def test_a_step_that_the_loop_takes_on_overflowed_gradients_in_place_of_the_scal
 )
 def test_guarded_steps_are_no_fault(take_step):
     assert "scaler-step-missing" not in unguarded(take_step)
+
+
+def both_step(scaler, optimizer, norm):
+    scaler.step(optimizer)
+    optimizer.step()
+
+
+def steps_on_others(scaler, optimizer, norm):
+    scaler.step(optimizer)
+    for weight in optimizer.param_groups[0]["params"]:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+
+
+def test_a_step_of_the_optimizer_after_the_scalers_is_named_as_the_cause_of_broken_weights():
+    found = unguarded(both_step)
+    cause = found["stepped-beside-scaler"]
+    assert (cause.severity, cause.step, cause.certainty) == ("error", 0, "measured")
+    assert "skipped its step" in cause.message
+    assert cause.evidence["line"].startswith("test_protocol.py:")
+    assert {finding.id for finding in found.values() if finding.severity != "info"} == {"stepped-beside-scaler"}
+
+
+def test_a_second_step_on_gradients_that_did_not_overflow_is_a_warning():
+    found = unguarded(both_step, scale=1024.0)["stepped-beside-scaler"]
+    assert found.severity == "warning"
+    assert "each update is made twice" in found.message
+
+
+@pytest.mark.parametrize("scale", [2.0**24, 1024.0])
+def test_a_second_step_on_other_gradients_is_no_fault(scale):
+    assert "stepped-beside-scaler" not in unguarded(steps_on_others, scale=scale)
 
 
 def clipped_together(unscaled, steps=4):

@@ -234,7 +234,7 @@ def test_shares_of_elements_with_a_negligible_sum_have_no_bounds():
         changed = dataclasses.replace(layer, lost_l1_share=Interval(0.0, 0.0, lost))
         return flushed_words(changed, Interval(estimate, low, high))
 
-    assert words(0.0, 0.0, 0.7, 0.0005) == "0% seen"
+    assert words(0.0, 0.0, 0.7, 0.0005) == "0%"
     assert words(0.05, 0.05, 0.7, 0.0005) == "~5%"
     assert words(0.0, 0.0, 0.7, 0.005) == "<=70%"
     assert words(0.05, 0.02, 0.7, 0.005) == "~5%"

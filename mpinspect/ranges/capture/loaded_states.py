@@ -38,6 +38,8 @@ class CastStates(NamedTuple):
     line: str
 
 
+#: The optimizers whose states were loaded since ``was_loaded`` was last asked.
+_fresh: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _cast: weakref.WeakKeyDictionary[torch.optim.Optimizer, CastStates] = weakref.WeakKeyDictionary()
 
 
@@ -64,9 +66,17 @@ def cast_states(optimizer: torch.optim.Optimizer) -> CastStates | None:
     return found if is_narrow else None
 
 
+def was_loaded(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's states were loaded since the last call."""
+    is_fresh = optimizer in _fresh
+    _fresh.discard(optimizer)
+    return is_fresh
+
+
 def _loaded(optimizer: Any, saved: Any, _: None) -> None:
     # A state dict may have any form, and the training must not stop for it.
     with contextlib.suppress(Exception):
+        _fresh.add(optimizer)
         _cast.pop(optimizer, None)
         found = {name: dtypes for name, *dtypes in _casts(optimizer, saved)}
         if found:

@@ -50,6 +50,8 @@ class ModelOptimizers:
             self._ours[optimizer] = True
         #: Optimizers (by id) inside a scaler's step, before their own step.
         self._in_scaler_step: set[int] = set()
+        #: Optimizers (by id) inside a scaler's step, until it ends.
+        self._guarded: set[int] = set()
         #: Optimizers (by id) whose step is in progress.
         self._in_step: set[int] = set()
         #: Whether any of the model's optimizers has stepped, and whether a scaler's step was called for any.
@@ -120,12 +122,17 @@ class ModelOptimizers:
         """Record that a scaler is about to run or skip an optimizer's step."""
         if self.owns(optimizer):
             self._in_scaler_step.add(id(optimizer))
+            self._guarded.add(id(optimizer))
             self.scaler_has_stepped = True
 
     def steps(self, optimizer: torch.optim.Optimizer) -> bool:
         """Record that an optimizer is about to step; return whether it belongs to the model."""
         self._in_scaler_step.discard(id(optimizer))
         return self.owns(optimizer)
+
+    def is_guarded(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a scaler is running this optimizer's step."""
+        return id(optimizer) in self._guarded
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that a step of an optimizer of the model has begun."""
@@ -144,6 +151,7 @@ class ModelOptimizers:
         A step that began but did not end counts as skipped: it was undone, for example because a closure overflowed when
         evaluated again.
         """
+        self._guarded.discard(id(optimizer))
         skipped = id(optimizer) in self._in_scaler_step or id(optimizer) in self._in_step
         self._in_scaler_step.discard(id(optimizer))
         self._in_step.discard(id(optimizer))

@@ -12,10 +12,9 @@ from mpinspect.ranges.capture.recipe_losses import RecipeLosses
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.faults.measure.accumulation import Accumulation
-from mpinspect.ranges.faults.measure.autocasts import Autocasts
 from mpinspect.ranges.faults.measure.averaged import Averaged
 from mpinspect.ranges.faults.measure.buffers import Buffers
-from mpinspect.ranges.faults.measure.dtype_changes import DtypeChanges
+from mpinspect.ranges.faults.measure.dtype_changes import Autocasts, DtypeChanges
 from mpinspect.ranges.faults.measure.examination import Examination
 from mpinspect.ranges.faults.measure.flushed import AskedGradients, FlushedStates
 from mpinspect.ranges.faults.measure.handed_over import HandedOver
@@ -23,7 +22,7 @@ from mpinspect.ranges.faults.measure.ledger import Ledger
 from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
 from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.faults.measure.measuring import Run
-from mpinspect.ranges.faults.measure.new_scalers import NewScalers, ScalesUsed
+from mpinspect.ranges.faults.measure.new_scalers import BesideScaler, NewScalers, ScalesUsed
 from mpinspect.ranges.faults.measure.saturated import SaturatedFunctions
 from mpinspect.ranges.faults.measure.standstill import StandingStill
 
@@ -44,6 +43,7 @@ def diagnosing_observers(
             Ledger,
             NewScalers,
             ScalesUsed,
+            BesideScaler,
             MasterGradients,
             HandedOver,
             Averaged,

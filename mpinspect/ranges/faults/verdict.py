@@ -16,6 +16,7 @@ from mpinspect.ranges.analysis.ranks import ENDED_EARLY
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
 from mpinspect.ranges.faults.name.scaling import LOG2_INITIAL
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, KINDS
+from mpinspect.ranges.records import CastToFP8
 from mpinspect.ranges.session import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -146,7 +147,8 @@ def _computes_in(session: Session, format: FloatFormat | None) -> str:
     in_part = (not any(ledger.autocast) or "" in ledger.autocast) and FLOAT32.name in ledger.outputs
     if name and in_part and format != FLOAT32:
         return f"Computes in FP32 and {name}: "
-    return filled("Computes in {}: ", name)
+    casts = " with casts to FP8" * any(each.what == CastToFP8.kind for each in session.measurements)
+    return filled(f"Computes in {{}}{casts}: ", name)
 
 
 class _Unknown(Sentences):

@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,7 +22,7 @@ from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.loss_terms import operations
-from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent, norms
 from mpinspect.ranges.faults.measure.singularities import (
     Rows,
     Singular,
@@ -33,6 +33,7 @@ from mpinspect.ranges.faults.measure.singularities import (
     overflowed_pack,
     singular,
 )
+from mpinspect.ranges.faults.measure.twins import reference, storage_key
 from mpinspect.ranges.kinds import ACTIVATION
 from mpinspect.ranges.records import (
     BrokenLoss,
@@ -46,7 +47,7 @@ from mpinspect.ranges.records import (
     ExaminedZeroRow,
     WeightGrowth,
 )
-from mpinspect.ranges.session import MOST_ROWS, containers
+from mpinspect.ranges.session import MOST_ROWS, Event, containers
 from mpinspect.reporting.words import optional
 from mpinspect.runtime.distributed import is_from_stage_before
 
@@ -64,6 +65,8 @@ _MOST_COMPARED = 16
 _LOSS_GROWN = 100.0
 
 
+#: Modules whose output is finite if their input is and their weight is zero, unless code of their own divides by the weight.
+_PRODUCTS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 #: The records of singular operations, by their kind.
 _KINDS: dict[str, type[Examined]] = {
     "argument": ExaminedArgument,
@@ -77,8 +80,13 @@ _KINDS: dict[str, type[Examined]] = {
 class Examination(Measuring):
     """Examines the first few steps with a non-finite loss or gradient. Must run after the watch."""
 
+    #: The examinations of all models, and the storages of their last outputs: one model's output may be another one's input.
+    _all: ClassVar[weakref.WeakSet[Examination]] = weakref.WeakSet()
+    _outputs: ClassVar[dict[int, Any]] = {}
+
     def __init__(self, run: Run) -> None:
         super().__init__(run)
+        self._all.add(self)
         self._events = self._examined = 0
         #: The first parameter's device when all parameters were last found on the CPU, or not.
         self._device: torch.device | None = None
@@ -110,6 +118,8 @@ class Examination(Measuring):
         self._called: set[str] = set()
         #: The sequence numbers of the graph nodes that made modules' outputs.
         self._ends: set[int] = set()
+        #: The weights that were zero when this step's loss was not finite.
+        self._zero: set[str] = set()
         #: Norms of the weights and of some of their rows before the first step, and the names of the weights recorded as grown.
         self._began: tuple[Sent, Sent] | None = None
         self._grown: set[str] = set()
@@ -143,6 +153,7 @@ class Examination(Measuring):
         self._alone.clear()
         self._called.clear()
         self._ends.clear()
+        self._zero.clear()
         if self._began is None:
             self._began = self._weight_norms(), self._weight_norms(_MOST_COMPARED)
 
@@ -160,6 +171,8 @@ class Examination(Measuring):
                 if call.outputs[0].grad_fn is None:
                     self._graphless.append((path, weakref.ref(tensor), weakref.ref(call.outputs[0])))
         self._called.add(path)
+        if not path:
+            self._remember_outputs(call.outputs)
         for output in reversed(call.outputs):
             self._made.add(id(output))
             node = output.grad_fn
@@ -203,9 +216,9 @@ class Examination(Measuring):
         step = self._clock.step
         self._name_operations(starts)
         # This step's update has not been applied yet, so these weights made the loss.
-        norms = self._weight_norms().read()
-        broken = tuple(name for name, norm in norms.items() if not math.isfinite(norm))
-        if broken:
+        norms = self._weight_norms(fewest_dims=1).read()
+        self._zero = {name for name, norm in norms.items() if not norm}
+        if broken := _broken(norms):
             self._record_names(BrokenWeights(step=step, names=broken, of=len(norms)))
             # Non-finite weights explain every later infinity or NaN, so the examination ends.
             self._examined = _MOST_EXAMINED
@@ -253,16 +266,25 @@ class Examination(Measuring):
             self._examined += 1
             self._tell_singular(step, candidate, loss_finite=True)
         for found, before, call in self._found:
-            # An argument computed from a non-finite output is not the cause.
+            # An argument computed from a non-finite output is not the cause; a row of -inf makes no NaN before its softmax.
             is_late = any(
-                (event.phase, event.what) == ("forward", ACTIVATION) and event.tensor in before for event in new
+                (event.phase, event.what) == ("forward", ACTIVATION)
+                and event.tensor in before
+                and (found.kind in ("argument", "difference") or (found.kind == "mask" and event.value == "nan"))
+                for event in new
             )
-            if not is_late or found.kind not in ("argument", "difference"):
+            if not is_late:
                 self._tell_singular(step, found, loss_finite=False, call=call)
         self._found.clear()
+        self._tell_zero_weights(new)
         if self._clock.measured and not self._recording.events:
             rows = self._weight_norms(_MOST_COMPARED)
             self._arrivals.call(rows.copies, partial(self._compare_rows, step, rows))
+
+    def run_ends(self) -> None:
+        """Judge all values, and end this model's part in other models' examinations."""
+        super().run_ends()
+        self._all.discard(self)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -281,12 +303,17 @@ class Examination(Measuring):
     def _batch_not_finite(self) -> torch.Tensor | None:
         """Return where the first non-finite input of the model is not finite; None if all (that still exist) are finite.
 
-        Inputs of nested modules are left out, since the outer module's code may make them. A mask's -inf counts as finite.
+        Inputs of nested modules are left out, since the outer module's code may make them, and all inputs if another model's
+        weights are broken. A mask's -inf counts as finite.
         """
-        for path, reference in self._inputs:
-            tensor = reference()
+        others = (each for each in tuple(self._all) if each is not self)
+        if any(_broken(each._weight_norms(fewest_dims=1).read()) for each in others):
+            return None
+        for path, given in self._inputs:
+            tensor = given()
             if (
                 tensor is None
+                or self._is_of_a_model(tensor)
                 or self._called.intersection(containers(path))
                 or id(tensor) in self._made
                 or not is_plain(tensor)
@@ -298,6 +325,16 @@ class Examination(Measuring):
             if bool(broken.any()):
                 return broken
         return None
+
+    @classmethod
+    def _remember_outputs(cls, outputs: Sequence[torch.Tensor]) -> None:
+        alive = {key: storage for key, storage in cls._outputs.items() if not storage.expired()}
+        cls._outputs = alive | {storage_key(each): reference(each) for each in outputs if is_plain(each)}
+
+    @classmethod
+    def _is_of_a_model(cls, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has the memory of a model's output, as after ``detach()``."""
+        return is_plain(tensor) and (made := cls._outputs.get(storage_key(tensor))) is not None and not made.expired()
 
     def _tell_graphless(self, step: int) -> bool:
         """Record the first untrained module (without a graph) that made NaNs from rows of zeros; return whether there is one."""
@@ -314,24 +351,28 @@ class Examination(Measuring):
                 return True
         return False
 
+    def _tell_zero_weights(self, events: Sequence[Event]) -> None:
+        """Record a product with a weight of zeros whose output was the first NaN: the weight was divided by its own zero."""
+        modules = {layer.path: layer.module for layer in self._layers if isinstance(layer.module, _PRODUCTS)}
+        for event in events:
+            name = f"{event.module}.weight".lstrip(".")
+            is_first = (event.phase, event.value, event.tensor) == ("forward", "nan", event.module) and not event.given
+            if is_first and event.module in modules and name in self._zero:
+                rows = len(modules[event.module].weight)
+                whole = Rows(tuple(range(min(rows, MOST_ROWS))), rows, rows)
+                self._tell_examined(ExaminedZeroRow, event.step, rows, whole, name, event.module)
+
     def _tell_singular(
         self, step: int, found: Singular, *, loss_finite: bool, call: tuple[int, int] | None = None
     ) -> None:
         text = f"{found.operator} {found.what}".strip()
-        numbers: dict[str, Any] = {} if call is None else {"call": call[0], "calls": call[1]}
+        figures: dict[str, Any] = {"loss_finite": loss_finite, "bits": found.bits}
+        if call is not None:
+            figures |= {"call": call[0], "calls": call[1]}
         by = next((each.name for each in self._parameters if each.parameter is found.by), None)
         if by is not None:
             text = text.replace("a tensor that takes a gradient", f"the parameter {by!r}")
-        self._tell_examined(
-            _KINDS[found.kind],
-            step,
-            found.elements,
-            found.rows,
-            text,
-            loss_finite=loss_finite,
-            bits=found.bits,
-            **numbers,
-        )
+        self._tell_examined(_KINDS[found.kind], step, found.elements, found.rows, text, **figures)
 
     def _tell_examined(
         self,
@@ -356,10 +397,12 @@ class Examination(Measuring):
         self._record(record)
 
     @torch.no_grad()
-    def _weight_norms(self, most_rows: float = math.inf) -> Sent:
-        """Return the norms of the weights of two dimensions or more, or of evenly spread rows of each, in FP32 or FP64."""
-        watched = [each for each in self._parameters if is_plain(each.parameter) and each.parameter.dim() >= 2]
-        return Sent.of(((each.name, _spread_rows(each.parameter, most_rows)) for each in watched), _norms)
+    def _weight_norms(self, most_rows: float = math.inf, fewest_dims: int = 2) -> Sent:
+        """Return the norms of the weights of that many dimensions, or of evenly spread rows of each, in FP32 or FP64."""
+        watched = [
+            each for each in self._parameters if is_plain(each.parameter) and each.parameter.dim() >= fewest_dims
+        ]
+        return Sent.of(((each.name, _spread_rows(each.parameter, most_rows)) for each in watched), norms)
 
     def _compare_rows(self, step: int, rows: Sent) -> None:
         """Compare the whole weights if the norm of a few rows of any has grown far."""
@@ -409,14 +452,13 @@ class Examination(Measuring):
         return next((rates[0] for rates in self._rates.values() if rates), {})
 
 
+def _broken(norms: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(name for name, norm in norms.items() if not math.isfinite(norm))
+
+
 def _ratios(norms: Mapping[str, float], began: Mapping[str, float]) -> dict[str, float]:
     """Return each norm's factor of growth; weights that began at zero are left out."""
     return {name: norm / began[name] for name, norm in norms.items() if began.get(name, 0.0) > 0}
-
-
-def _norms(weights: list[torch.Tensor]) -> torch.Tensor:
-    dtype = torch.promote_types(weights[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(weights, 2, dtype=dtype))
 
 
 def _spread_rows(weight: torch.Tensor, most: float) -> torch.Tensor:

@@ -17,10 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.loaded_states import was_loaded
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
 from mpinspect.ranges.faults.measure.twins import reference, storage_key
-from mpinspect.ranges.records import DividedInHalf, FlushedResult, FlushedState, GradientsUnderflow, Record
+from mpinspect.ranges.records import DividedInHalf, FlushedResult, FlushedState, GradientsUnderflow, LostSquares, Record
 from mpinspect.runtime.user_line import innermost_line
 
 #: The least share of the gradients' elements, or of their sum of magnitudes, whose loss is recorded.
@@ -34,6 +35,8 @@ _NEARLY_ALL, _MOST_OF_SUM = 0.9, 0.5
 _MOST_NAMES = 200
 #: Maximum number of nodes of a graph that are searched for FP16.
 _MOST_NODES = 2048
+#: From here on FP32 holds an average's square times 1 - beta2, and decays it more slowly than the average.
+_LEAST_HELD = 1e-15
 #: FP16's smallest number, as a power of two.
 _LOG2_SMALLEST = FLOAT16.flush_exponent + 1
 
@@ -214,7 +217,34 @@ class AskedGradients(Measuring):
 
 
 class FlushedStates(Measuring):
-    """Counts the zeros in an optimizer's FP16 states without negative elements, such as averages of squared gradients."""
+    """Counts the zeros in an optimizer's FP16 states without negative elements, such as averages of squared gradients; and
+    before a step, in states with a wider range, the averages of squares that are zero beside averages that are not.
+    """
+
+    @torch.no_grad()
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Compare both averages of an optimizer like Adam in a measured step, and in the first after its states were loaded."""
+        if not was_loaded(optimizer) and not self.at_work:
+            return
+        counts = []
+        for group in optimizer.param_groups:
+            for watched in self._optimizers.watched(group["params"]):
+                states = states_of(optimizer, watched.parameter)
+                mean: Any = states.get("exp_avg")
+                squares: Any = states.get("exp_avg_sq")
+                epsilon = group.get("eps")
+                if _are_wide(mean, squares) and isinstance(epsilon, float) and epsilon > 0:
+                    counts.append((watched.name, _lost_squares(mean, squares, epsilon)))
+        sent = Sent.of(counts)
+        self._arrivals.call(sent.copies, partial(self._judge_squares, self._clock.step, sent))
+
+    def _judge_squares(self, step: int, sent: Sent) -> None:
+        counts = sent.read()
+        names = tuple(name for name, (lost, *_) in counts.items() if lost)
+        if names:
+            lost, of, _ = map(sum, zip(*counts.values(), strict=True))
+            largest = max(ratio for _, _, ratio in counts.values())
+            self._record_names(LostSquares(step=step, names=names, flushed=lost / of, largest=largest))
 
     @torch.no_grad()
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -238,6 +268,22 @@ class FlushedStates(Measuring):
         if flushed and not negative:
             names = tuple(name for name, (zeros, *_) in counts.items() if zeros)
             self._record_names(FlushedState(step=step, names=names, text=state, flushed=flushed / given))
+
+
+def _are_wide(*states: Any) -> bool:
+    """Return whether states are plain, of one shape, and in dtypes with FP32's range."""
+    dtypes = (torch.float32, torch.bfloat16)
+    return all(is_plain(each) and each.dtype in dtypes and each.shape == states[0].shape for each in states)
+
+
+def _lost_squares(mean: torch.Tensor, squares: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return how many averages of squares are zero beside an average whose square FP32 holds, the number of such averages, and
+    the largest of those beside a zero, divided by epsilon.
+    """
+    sizes = mean.float().abs()
+    held = sizes >= _LEAST_HELD
+    lost = (squares == 0) & held
+    return torch.stack([lost.sum(), held.sum(), (sizes * lost).max() / epsilon])
 
 
 def _flushed(state: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -122,6 +122,8 @@ class MasterGradients(Measuring):
         self._stepped = True
         self._steps += self._began is not None
         self._after.pop(id(optimizer), None)
+        if self.at_work and self._masters.writes_gradients(optimizer):
+            self._now.sums.clear()
         if self._readings < _MOST_READINGS and not has_process_group():
             weights = [(each.name, each.parameter) for each in self._fp32_weights(optimizer)]
             self._left[id(optimizer)] = {name: (each.data_ptr(), each._version) for name, each in weights}
@@ -235,7 +237,7 @@ class MasterGradients(Measuring):
             return
         before = seen.before.read()
         parts = [part.read() for part in seen.parts]
-        sums = {name: values for found in seen.sums for name, values in found.read().items()}
+        sums = _read_all(seen.sums)
         names = [name for name in sums if all(name in each for each in (before, *parts))]
         if not names:
             return

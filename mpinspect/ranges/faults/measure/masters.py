@@ -97,6 +97,8 @@ class Masters:
         self._found: weakref.WeakKeyDictionary[_Optimizer, dict[int, WatchedParameter]] = weakref.WeakKeyDictionary()
         #: The ids of foreign tensors (not the model's) that had a gradient when an optimizer stepped.
         self._stepped: set[int] = set()
+        #: The places of foreign tensors' gradients when an optimizer began to step.
+        self._places: weakref.WeakKeyDictionary[_Optimizer, list[object]] = weakref.WeakKeyDictionary()
         self._searches: weakref.WeakKeyDictionary[_Optimizer, int] = weakref.WeakKeyDictionary()
         #: The searches whose values are still being copied to the host, and the ids of their optimizers.
         self._arrivals = Arrivals()
@@ -181,6 +183,12 @@ class Masters:
     def optimizer_steps(self, optimizer: _Optimizer) -> None:
         """Remember which foreign tensors have a gradient; the tensors of a replaced layer have none."""
         self._stepped.update(id(each) for each in self._foreign(optimizer) if each.grad is not None)
+        self._places[optimizer] = self._gradients_places(optimizer)
+
+    def writes_gradients(self, optimizer: _Optimizer) -> bool:
+        """Return whether an optimizer has written gradients of foreign tensors within its step: it used no earlier ones."""
+        pairs = zip(self._places.get(optimizer, ()), self._gradients_places(optimizer), strict=False)
+        return any(now is not None and now != before for before, now in pairs)
 
     def idle(self) -> int:
         """Return the number of foreign tensors in the optimizers that never had a gradient at a step."""
@@ -203,6 +211,10 @@ class Masters:
         """Return elements of an optimizer's foreign tensors, by their ids, and of the weights that no optimizer steps."""
         foreign = samples((str(id(each)), each) for each in self._foreign(optimizer))
         return foreign, samples((watched.name, watched.parameter) for watched in self._without_master())
+
+    def _gradients_places(self, optimizer: _Optimizer) -> list[object]:
+        gradients = (each.grad for each in self._foreign(optimizer))
+        return [None if grad is None else (id(grad), grad._version) for grad in gradients]
 
     def _foreign(self, optimizer: _Optimizer) -> Iterator[torch.nn.Parameter]:
         own = {id(watched.parameter) for watched in self._optimizers.parameters(optimizer)}

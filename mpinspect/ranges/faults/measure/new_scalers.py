@@ -1,17 +1,22 @@
-"""Observers of scalers' calls, which read no tensor: new scalers, and scales that change before they divide."""
+"""Observers of scalers' calls, which read no tensor: new scalers, scales that change before they divide, unguarded steps."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
 import torch
 
 from mpinspect.ranges import records
+from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.loss_scale import origin_of
 from mpinspect.ranges.capture.observations import Backward
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
+from mpinspect.ranges.faults.measure.twins import reference, storage_key
 from mpinspect.runtime.guard import hides_modes
+from mpinspect.runtime.user_line import innermost_line
 
 #: Number of steps with a new scaler before the first record, which does not wait for the run's end: it may be killed.
 _MANY = 3
@@ -121,3 +126,50 @@ class ScalesUsed(Measuring):
             return {}
         gradients = ((watched.name, watched.parameter.grad) for watched in self._parameters)
         return {name: (id(gradient), gradient._version) for name, gradient in gradients if gradient is not None}
+
+
+class BesideScaler(Measuring):
+    """Finds optimizers that step outside of ``scaler.step``, on gradients that a scaler's step of theirs has had before."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        #: By optimizer: the step, whether it was skipped, a gradient's parameter and version, and its storage.
+        self._had: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool, WatchedParameter, int, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record a step that no scaler runs, if the gradients are still those of a scaler's step."""
+        had = self._had.pop(optimizer, None)
+        if had is None or self._optimizers.is_guarded(optimizer):
+            return
+        step, skipped, watched, version, storage = had
+        gradient = watched.parameter.grad
+        # Another gradient may have got the memory of a freed one.
+        if (
+            is_plain(gradient)
+            and not storage.expired()
+            and (storage.cdata, version)
+            == (
+                storage_key(gradient),
+                gradient._version,
+            )
+        ):
+            line = innermost_line(sys._getframe())
+            self._record(records.SteppedBesideScaler(name=watched.name, step=step, text=line, skipped=skipped))
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember a gradient that a scaler's step has used."""
+        if self._optimizers.is_guarded(optimizer):
+            self._remember(optimizer, skipped=False)
+
+    def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember a gradient whose step a scaler has skipped."""
+        self._remember(optimizer, skipped=True)
+
+    def _remember(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
+        # Under a dispatch mode, foreach operators such as those of zero_grad raise no version.
+        held = (each for each in self._optimizers.parameters(optimizer) if is_plain(each.parameter.grad))
+        first = next(held, None) if self.at_work and not hides_modes() else None
+        if first is not None and (gradient := first.parameter.grad) is not None:
+            self._had[optimizer] = self._clock.step, skipped, first, gradient._version, reference(gradient)

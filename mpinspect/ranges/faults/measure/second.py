@@ -23,6 +23,7 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 
 from mpinspect.numeric.exponents import ratio
+from mpinspect.ranges.capture.graph import operator_of
 from mpinspect.ranges.capture.tally import dtype_name, passed_through
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices
 from mpinspect.ranges.faults.measure.flushed import DividedGradients, Flushes
@@ -46,6 +47,7 @@ from mpinspect.ranges.records import (
     BornInfinite,
     BrokenAlike,
     CalledLines,
+    CastToFP8,
     ChangedIntegers,
     LostSum,
     OverflowedNorm,
@@ -56,6 +58,7 @@ from mpinspect.ranges.records import (
 )
 from mpinspect.reporting.words import filled, number_of
 from mpinspect.runtime.device import free_memory
+from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
@@ -79,9 +82,7 @@ _AMPLIFYING = (
     _DIFFERENCES
     | {aten.lerp_}
     | _LOSSES
-    | {
-        *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
-    }
+    | {*(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor)}
 )
 _PRODUCTS = frozenset({aten.mm, aten.addmm})
 #: Multiplications from which on a product takes longer than choosing its kernel.
@@ -99,6 +100,13 @@ _AT_EDGES = frozenset({*_EDGES, aten.exp, aten.log1p})
 _MOST_CALLS = 8
 #: Operators whose result has values of their first argument.
 _CARRYING = _CASTS | {aten.clamp, aten.clamp_min, aten.clamp_max, aten.relu, aten.abs}
+#: Operators that are given a bound or an epsilon, and those that pass on an element that equals it.
+_BOUNDING = frozenset(
+    {*(aten.clamp, aten.clamp_, aten.clamp_min, aten.clamp_min_), *(aten.clamp_max, aten.clamp_max_, aten.add)}
+)
+_AFFINE = frozenset({aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.sqrt, aten.neg})
+#: The relative error up to which an element equals the number that it follows from.
+_SAME = 0.01
 #: Operators whose result is zero, or much too small, if their argument is.
 _PASSING = _CASTS | {aten.mul, aten.div, aten.sqrt, aten.sum, aten.mean}
 #: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
@@ -148,6 +156,23 @@ _FAR_OFF = 0.5
 _CANCELLED, _UNCANCELLED = 0.3, 0.05
 #: The overloads of single operators, by those of foreach operators.
 _SINGLE = {"Scalar": "Scalar", "List": "Tensor", "Tensor": "Tensor", "ScalarList": "Scalar", "": "default"}
+
+
+class Bound(NamedTuple):
+    """A number of the script that rounding changes to a whole number, and the value of an element that equals it.
+
+    Args:
+        names: the operator that was given the number, and its line.
+        bound, rounded, nearest: the number, its value in the tensor's dtype, and the nearest other value there.
+        exact, given: the element that follows from the number, and from its rounded value.
+    """
+
+    names: tuple[str, str]
+    bound: float
+    rounded: float
+    nearest: float
+    exact: float
+    given: float
 
 
 class Pending(NamedTuple):
@@ -216,6 +241,10 @@ class SecondComputation:
         self._twins = Twins()
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
+        #: The operators of a forward with their lines, by the sequence number of their autograd node.
+        self._makers: dict[int, tuple[str, str]] = {}
+        #: The bounds and epsilons that rounding changes, by the storages that they may have entered.
+        self._bounds: Marks[Bound] = Marks()
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
         self._began = time.perf_counter()
@@ -306,7 +335,7 @@ class SecondComputation:
         if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
             return None
         if _is_cast_to_fp8(func, args, kwargs):
-            self._remember_module()
+            self._remember_module(func)
             return Pending(func, (args, kwargs), None, None, (args, kwargs), args[0].dtype, False, None, None)
         given = [each for each in leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
         usable = {id(each): each for each in given if _may_have_twin(each)}
@@ -330,7 +359,7 @@ class SecondComputation:
             return None
         if not _is_in_forward():
             self._divided.backward_runs()
-        self._remember_module()
+        self._remember_module(func)
         if not _fits(tensors):
             self.skipped["too large"] += 1
             self._forget(mutated)
@@ -354,10 +383,13 @@ class SecondComputation:
         old = args[0].detach().clone() if is_changed else None
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, _node_of(tensors), old)
 
-    def _remember_module(self) -> None:
-        """Remember the running module of a forward for the backward of its last node."""
+    def _remember_module(self, func: Any) -> None:
+        """Remember the running module of a forward for the backward of its last node, and the operator that has got the node."""
         if _is_in_forward():
-            self._modules[_get_sequence_nr() - 1] = self._module()
+            number = _get_sequence_nr() - 1
+            self._modules[number] = self._module()
+            if number not in self._makers:
+                self._makers[number] = func.overloadpacket.__name__, innermost_line(sys._getframe())
 
     def _is_chosen(self, func: Any) -> bool:
         """Return whether to run an operator again; the results of others are taken as exact."""
@@ -445,6 +477,8 @@ class SecondComputation:
         # An operator that overwrites its arguments can be run again only once.
         local = cache(partial(local_result, pending, twin))
         is_rounded = value.dtype in NARROW and _is_in_forward()
+        if _is_in_forward():
+            self._follow_bound(pending, value)
         if pending.exact is not None and _is_in_forward():
             self._compare_argument(pending, value)
         if not is_finite(value):
@@ -467,6 +501,28 @@ class SecondComputation:
             if value.numel() >= _FEWEST_OF_ONE or operator in _LOSSES:
                 self._compare_errors(pending, value, twin)
 
+    def _follow_bound(self, pending: Pending, value: torch.Tensor) -> None:
+        """Follow a bound or an epsilon that rounding changes through operators of one tensor and numbers."""
+        func, (first, *others), kwargs = pending.func, *pending.given
+        operator, known = func.overloadpacket, self._bounds.of(first) if _is_plain(first) else None
+        numbers = [each for each in (*others, *kwargs.values()) if type(each) in (int, float)]
+        is_of_numbers = not any(isinstance(each, torch.Tensor) for each in others)
+        if operator in _BOUNDING and is_of_numbers and value.dtype in NARROW:
+            found = filter(None, (_rounded(each, value.dtype) for each in numbers))
+            if whole := next(found, None):
+                names = operator.__name__, innermost_line(pending.frame)
+                self._bounds.put(value, Bound(names, *whole, exact=whole[0], given=whole[1]))
+                return
+        if known is not None and operator in _AFFINE and is_of_numbers:
+            exact, given = (
+                float(func(torch.tensor(each, dtype=torch.float64), *others, **kwargs)) for each in known[-2:]
+            )
+            known = known._replace(exact=exact, given=given)
+        elif operator not in _CARRYING:
+            known = None
+        if known is not None:
+            self._bounds.put(value, known)
+
     def _compare_argument(self, pending: Pending, value: torch.Tensor) -> None:
         """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
         operator, given = pending.func.overloadpacket, pending.given[0]
@@ -486,8 +542,17 @@ class SecondComputation:
             return
         figures = {"given": float(argument.flatten()[worst]), "exact": float(exact.flatten()[worst])}
         line = self._lines_of.of(argument) or ""
+        names: tuple[str, ...] = (line,)
+        bound = self._bounds.of(argument)
+        if (
+            bound is not None
+            and math.isclose(bound.exact, figures["exact"], rel_tol=_SAME)
+            and bound.given == figures["given"]
+        ):
+            names = (line, *bound.names)
+            figures |= {"bound": bound.bound, "rounded": bound.rounded, "nearest": bound.nearest}
         figures |= {"elements": elements, "of": error.numel()}
-        self._arguments[name] = self._record(RoundedArgument, pending, argument, line, **figures)
+        self._arguments[name] = self._record(RoundedArgument, pending, argument, *names, **figures)
 
     def _follow_flushed(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
         """Follow values that FP16 has flushed into a tensor that persists from step to step."""
@@ -499,7 +564,8 @@ class SecondComputation:
             self._flushes.made(value, local(), partial(self._record, pending=pending, result=value))
 
     def _compare_cast(self, pending: Pending, value: torch.Tensor) -> None:
-        """Judge a cast to FP8, also of a backward."""
+        """Record that there are casts to FP8, and judge one, also of a backward."""
+        self._found[CastToFP8] = self._found[CastToFP8] or [self._record(CastToFP8, pending, value)]
         source = pending.given[0][pending.func.overloadpacket is aten.copy_]
         if not (_is_plain(source) and source.shape == value.shape and source.numel()):
             return
@@ -563,7 +629,18 @@ class SecondComputation:
             names = self._origins.of(operands)
         elif _is_in_forward() and (near := self._origins.of_overflow(operands, largest)):
             names, figures["near"] = near.names, near.largest
-        self._found[BornInfinite].append(self._record(BornInfinite, pending, value, line, *names, **figures))
+        record = self._record(BornInfinite, pending, value, line, *names, **figures)
+        self._found[BornInfinite].append(self._at_its_maker(record))
+
+    def _at_its_maker(self, record: Any) -> Any:
+        """Return a record of a backward with the operator of the forward and its line, without a line if that is not known."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return record
+        operator, line = self._makers.get(node._sequence_nr(), ("", ""))
+        if operator_of(node).lower() != operator.replace("_", ""):
+            operator, line = record.names[0], ""
+        return replace(record, names=(operator, line, *record.names[2:]))
 
     def _compare_quotient(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         """Record an infinity that 16 bits have made and whose quotients are zero: finite, and all values lost."""
@@ -605,7 +682,8 @@ class SecondComputation:
         error = float((wide - local()).norm())
         if not least or (value.numel() >= _FEWEST and error < _ABSORBED * least):
             return
-        unchanged = float((local() != 0).logical_and(_equals_one(wide, operands)).float().mean())
+        equals_one = (wide == operands[0]).logical_or(wide == operands[1])
+        unchanged = float((local() != 0).logical_and(equals_one).float().mean())
         figures = {"error": error / least, "unchanged": unchanged, "size": least / value.numel() ** 0.5}
         if value.numel() >= _FEWEST:
             self._add(AbsorbedOperand, pending, value, wide - local(), **figures)
@@ -680,13 +758,7 @@ class SecondComputation:
             self._add(AmplifiedError, pending, value, off, *origin, before=before, after=inherited)
 
     def _add(
-        self,
-        kind: type[Any],
-        pending: Pending,
-        result: torch.Tensor,
-        off: torch.Tensor,
-        *names: str,
-        **figures: float,
+        self, kind: type[Any], pending: Pending, result: torch.Tensor, off: torch.Tensor, *names: str, **figures: float
     ) -> None:
         """Record an operator's result; ``off``: its error, whose effect on the loss may become known."""
         record = self._record(kind, pending, result, *names, **figures)
@@ -742,7 +814,14 @@ class SecondComputation:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
         found += [*self._flushes.casts.values(), *self._coarse.values()]
-        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, ChangedIntegers, Positions, Ties)
+        firsts: tuple[type[Record], ...] = (
+            BornInfinite,
+            BrokenAlike,
+            CastToFP8,
+            ChangedIntegers,
+            Positions,
+            Ties,
+        )
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
@@ -798,6 +877,7 @@ class SecondComputation:
         self._errors.clear()
         self._twins.clear()
         self._modules.clear()
+        self._makers.clear()
 
     # -- twins ------------------------------------------------------------------------------------------------------
 
@@ -857,6 +937,16 @@ class SecondComputation:
     def _forget(self, results: list[torch.Tensor]) -> None:
         """Take results as exact."""
         self._twins.forget(each for each in results if _is_plain(each) or _is_decision(each))
+
+
+def _rounded(number: float, dtype: torch.dtype) -> tuple[float, float, float] | None:
+    """Return a number, its value in a 16-bit dtype and the nearest other one there; None unless rounding makes it a whole one."""
+    value = torch.tensor(number, dtype=dtype)
+    rounded = float(value)
+    if not math.isfinite(rounded) or rounded == number or rounded != round(rounded):
+        return None
+    nearest = (value.view(torch.int16) + (-1 if abs(number) < abs(rounded) else 1)).view(dtype)
+    return number, rounded, math.copysign(float(nearest), number)
 
 
 def _at_its_line(record: Any) -> Any:
@@ -1008,15 +1098,6 @@ def _is_opaque(func: Any, args: tuple[Any, ...]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.dtype is torch.uint8 for each in args)
 
 
-def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield an operator's arguments or results, those of its lists too."""
-    for each in values:
-        if isinstance(each, (list, tuple)):
-            yield from leaves(each)
-        else:
-            yield each
-
-
 def _mapped(
     function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -1079,11 +1160,6 @@ def _are_comparable(pending: Pending, value: torch.Tensor) -> bool:
     if numbers or value.numel() < _FEWEST:
         return False
     return min(float(each.float().norm()) for each in operands[:2]) > _LEAST_KEPT * float(value.norm())
-
-
-def _equals_one(total: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """Return where a sum equals one of its operands."""
-    return (total == operands[0]).logical_or(total == operands[1])
 
 
 def _rows(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]] | None:

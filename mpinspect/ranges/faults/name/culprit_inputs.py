@@ -226,6 +226,10 @@ class _ZeroRow(Sentences):
     DIVIDED = (
         "{when} a row of zeros was divided by its own largest magnitude or norm, which is zero{places}: 0/0 is NaN."
     )
+    WEIGHT = (
+        "{when} the weight is all zeros, and the output is NaN although the input is finite: each row of the weight was divided "
+        "by its own largest magnitude (a scale for FP8) or norm, which is zero. 0/0 is NaN."
+    )
     ADD_EPSILON = (
         "Bound the divisor from below, in FP32: FP16 rounds an epsilon below 3e-8 to zero, and the gradient of a division by a "
         "slightly larger one overflows."
@@ -236,18 +240,28 @@ class _ZeroRow(Sentences):
         "norm = x.norm(dim=-1, keepdim=True)\n"
         "x = x / norm.clamp_min(1e-6)"
     )
+    CLAMP_SCALE = (
+        "largest = weight.float().abs()\n"
+        "largest = largest.amax(-1, keepdim=True)\n"
+        "end = torch.finfo(torch.float8_e4m3fn).max\n"
+        "scale = largest.clamp_min(1e-12) / end"
+    )
 
 
 def _zero_row_normalized(case: Case) -> Iterator[Found]:
     """A row of zeros divided by its own maximum or norm.
 
     False alarms: A module without trained parameters has no graph: rows of zeros that become NaN there are taken for a
-    division, and the finding is inferred.
+    division, and the finding is inferred. So it is of a linear layer or convolution whose weight is zero and whose output is the
+    first NaN.
     """
     for measured in case.recorded(ExaminedZeroRow):
         words, is_inferred = {"places": bracketed(_rows(measured))}, bool(measured.name)
-        fix, code = _ZeroRow.ADD_EPSILON, _ZeroRow.CLAMP
-        yield _examined(case, measured, [_ZeroRow.DIVIDED], fix, code, words, is_inferred=is_inferred)
+        is_weight = measured.text.endswith("weight")
+        says, code = _ZeroRow.WEIGHT.when(is_weight) or _ZeroRow.DIVIDED, _ZeroRow.CLAMP_SCALE.when(is_weight)
+        yield _examined(
+            case, measured, [says], _ZeroRow.ADD_EPSILON, code or _ZeroRow.CLAMP, words, is_inferred=is_inferred
+        )
         return
 
 
@@ -382,7 +396,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
         )
         rounded = of_operation(case.recorded(RoundedArgument), measured)
-        difference = rounded.names[-1] if rounded else ""
+        difference = rounded.names[3] if rounded else ""
         if difference and fix is _Argument.AT_AN_EDGE:
             fix, code = _REMEDIES["rounded to 16 bits"]
         also = _Argument.EQUAL_TERMS.when(fix is _Argument.ROUNDED_DIFFERENCE and "of zero" in measured.text)

@@ -9,7 +9,13 @@ from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.faults.name.case import Case, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.ranges.records import BrokenWeights, ReplacedBeforeStep, SteppedWhileScaled, WrittenByLoop
+from mpinspect.ranges.records import (
+    BrokenWeights,
+    ReplacedBeforeStep,
+    SteppedBesideScaler,
+    SteppedWhileScaled,
+    WrittenByLoop,
+)
 from mpinspect.ranges.session import END, SKIPPED, Event, TensorKey, TensorWindow
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import bracketed, filled, with_power
@@ -127,17 +133,8 @@ def _broken_by_loop(case: Case) -> Iterator[Found]:
     line = next((written.names[1] for written in case.recorded(WrittenByLoop)), "")
     yield Found(
         _Broken.WRITTEN,
-        {
-            **broken.figures,
-            "names": list(broken.names[:MOST_NAMES]),
-            "loss_scale": overflow.loss_scale,
-            "line": line,
-        },
-        {
-            "weights": list(broken.names),
-            "overflowed": overflow.step,
-            "at_line": bracketed(line),
-        },
+        {**broken.figures, "names": list(broken.names[:MOST_NAMES]), "loss_scale": overflow.loss_scale, "line": line},
+        {"weights": list(broken.names), "overflowed": overflow.step, "at_line": bracketed(line)},
         _Broken.CHECK_FIRST,
         _Broken.UNSCALE_AND_CHECK,
         layer=broken.name,
@@ -175,6 +172,43 @@ def _step_unguarded(case: Case) -> Iterator[Found]:
         layer=first.module,
         is_inferred=True,
         step=first.step,
+    )
+
+
+class _Beside(Sentences):
+    AFTER_SKIPPED = (
+        "In step {step} the loop called optimizer.step(){at_line} after scaler.step(optimizer), on the same gradients. The "
+        "scaler had found infinities or NaNs in them and skipped its step; the optimizer's own call wrote them into the weights."
+    )
+    TWICE = (
+        "In step {step}{again} the loop called optimizer.step(){at_line} after scaler.step(optimizer), on the same gradients: "
+        "each update is made twice, and no scaler checks the second one."
+    )
+    REMOVE = "Remove optimizer.step(): scaler.step(optimizer) calls it, unless the gradients hold infinities or NaNs."
+    STEP_ONCE = "scaler.step(optimizer)\n# no optimizer.step()\nscaler.update()"
+
+
+def _stepped_beside_scaler(case: Case) -> Iterator[Found]:
+    """An optimizer's step that the loop takes itself, after a scaler's step has used or refused the same gradients.
+
+    It is an error if the scaler had refused them, and a warning otherwise.
+
+    False alarms: None is known: the gradients were neither replaced nor written in between.
+    """
+    found = list(case.recorded(SteppedBesideScaler))
+    skipped = [each for each in found if each.skipped]
+    if not found:
+        return
+    line = found[0].text
+    yield Found.of(
+        case,
+        skipped or found,
+        _Beside.AFTER_SKIPPED.when(skipped) or _Beside.TWICE,
+        _Beside.REMOVE,
+        _Beside.STEP_ONCE,
+        words={"at_line": bracketed(line)},
+        evidence={"line": line, "names": []},
+        is_grave=bool(skipped),
     )
 
 
@@ -247,6 +281,13 @@ FAULTS = (
         (_Unguarded,),
         (*_OF_BROKEN_WEIGHTS, "gradients-clipped-to-zero", "scaler-shared"),
         is_of_every_step=True,
+    ),
+    Fault(
+        "stepped-beside-scaler",
+        "warning",
+        _stepped_beside_scaler,
+        (_Beside,),
+        (*_OF_BROKEN_WEIGHTS, "argument-out-of-range", "weights-exploded", "scaler-shared"),
     ),
     Fault("gradients-replaced", "error", _gradients_replaced, (_Replaced,)),
 )

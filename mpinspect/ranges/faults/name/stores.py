@@ -10,7 +10,14 @@ from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
-from mpinspect.ranges.records import Accumulation, FlushedState, MastersOverwritten, MastersStale, WeightGrowth
+from mpinspect.ranges.records import (
+    Accumulation,
+    FlushedState,
+    LostSquares,
+    MastersOverwritten,
+    MastersStale,
+    WeightGrowth,
+)
 from mpinspect.ranges.session import NO_LOST_UPDATES, Event, LostUpdates, OptimizerRecord, TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import by_number, filled, number_of
@@ -25,6 +32,9 @@ _DECOUPLED = ("AdamW", "Lion", "NAdamW", "Muon", "Adafactor")
 #: Share of lost updates or gradients above which a warning is given. For comparison: a digits classifier trained by SGD with
 #: FP16 weights and no FP32 masters lost 87% of its updates, and its loss ended at 0.298 against 0.160.
 _LOST_TOLERANCE = 0.1
+#: Adam's largest update, as a multiple of the learning rate, is (1 - beta1) / sqrt(1 - beta2), 3.2 by default. Larger ones are
+#: a fault, and from the second number on an error.
+_LARGEST_UPDATE, _HUGE_UPDATE = 10.0, 100.0
 #: The share of lost updates from which on a model hardly trains, if so many steps were sampled: not the first of a warm-up.
 _NEARLY_ALL, _FEWEST_STEPS = 0.99, 5
 
@@ -236,14 +246,31 @@ class _Flushed(Sentences):
     )
     EXPLODED = "The weights grew to {ratio:.2g} times their norm at the start."
     FP32_STATE = "Let {optimizer} keep {state} in FP32."
+    WAS_NARROW = (
+        "Before the update of step {step}{again} {flushed:percent} of the elements of exp_avg_sq, an average of squared "
+        "gradients, were zero where exp_avg was not, which FP32 does not make: the states had passed through FP16, as in a "
+        "checkpoint. The update divides by eps alone there: it is up to {largest:.2g} times the learning rate."
+    )
+    SAVE_WIDE = (
+        "Save and load the optimizer's states in FP32. From a checkpoint that has lost them, begin with a new optimizer and a "
+        "warm-up."
+    )
+    SAVE = 'checkpoint["optimizer"] = (\n    optimizer.state_dict()  # not .half()\n)'
 
 
 def moments_flushed(case: Case) -> Iterator[Found]:
     """An optimizer's average of squared gradients in FP16 whose elements are flushed.
 
+    Also one in FP32 with such elements, as after loading states that were saved in FP16.
+
     False alarms: That it is an average of squares is inferred from its signs; it is an error only if the weights exploded. An
-    epsilon that is zero too has a finding of its own.
+    epsilon that is zero too has a finding of its own. That a state in FP32 was in FP16 before is inferred; it is an error if an
+    update is 100 times the learning rate.
     """
+    if squares := [each for each in case.recorded(LostSquares) if each.largest >= _LARGEST_UPDATE]:
+        says, fix, code = _Flushed.WAS_NARROW, _Flushed.SAVE_WIDE, _Flushed.SAVE
+        is_grave = squares[0].largest >= _HUGE_UPDATE
+        yield Found.of(case, squares, says, fix, code, is_grave=is_grave, is_inferred=True)
     found = [each for each in case.recorded(FlushedState) if each.flushed >= _LOST_TOLERANCE]
     owners = {state: each for each in case.precision.optimizers for state in each.states}
     if not found or found[0].text not in owners or (found[0].text in SQUARES and any(epsilon_zero(case))):
