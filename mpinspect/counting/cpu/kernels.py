@@ -36,7 +36,7 @@ _MOST_COMPARED = 64
 #: Most values that are counted one by one: more cost as much as a block.
 _FEW = 512
 #: Most groups of one block that are examined value by value; beyond this, comparing the whole block costs less.
-_MOST_GROUPS = 32
+_MOST_GROUPS = 64
 
 
 class _Format(NamedTuple):
