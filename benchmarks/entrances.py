@@ -44,9 +44,7 @@ ENTRANCES = (
 )
 #: Functions that only call another: wrappers of torch functions, which take most of the time themselves, and a closure.
 _PASSING = {
-    ("scalers.py", "scale"),
-    ("scalers.py", "step"),
-    ("scalers.py", "unscale_"),
+    ("scalers.py", "run"),
     ("torch_calls.py", "run"),
     ("torch_calls.py", "<listcomp>"),
     ("loss_scale.py", "backward_begins"),

@@ -1,7 +1,5 @@
 """Searches a report for sentences that contradict each other: on the loss scale, its window, the findings and their fixes."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Hand-written sessions for the tests of the analysis: counts without measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from mpinspect.numeric.exponents import ExponentHistogram, merge

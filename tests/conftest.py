@@ -1,7 +1,5 @@
 """Shared fixtures and hooks: the --update-golden switch, a deterministic torch, and GPU tests skipped with a reason."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

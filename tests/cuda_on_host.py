@@ -1,7 +1,5 @@
 """Compiles the kernels of ``counting/cuda`` as host code with g++, to run them without a GPU."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import struct

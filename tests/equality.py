@@ -1,7 +1,5 @@
 """Compares trainings' results, which nest tensors."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

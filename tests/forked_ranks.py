@@ -4,8 +4,6 @@
 the file's function with FOLDER and saves what it returns as FOLDER/rankN.pt.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import inspect

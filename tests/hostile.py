@@ -6,8 +6,6 @@ An input passes if its reader produces a report or raises its documented error. 
 truncated, spliced; and, with valid checksums, fields of other types, huge numbers, deep nesting, random columns.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import json

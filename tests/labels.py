@@ -1,7 +1,5 @@
 """Checks of pictures: the texts of their labels, legibility, and distinguishable colours."""
 
-from __future__ import annotations
-
 import itertools
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Runs a script with plain Python and under ``mpinspect run``, in separate processes, for tests that compare the two."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Synthetic traces for tests of the kernel report: kernels of named families, operators with shapes, whole KernelTraces."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Synthetic sessions for tests: random ones (hypothesis), and one in which no field has its default."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 

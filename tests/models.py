@@ -1,7 +1,5 @@
 """Small real models for tests, each with a function that makes batches and a loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Where packages of Node.js are installed: by the Makefile, or where ``NODE_PATH`` points."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

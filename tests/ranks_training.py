@@ -4,8 +4,6 @@
 files on disk.
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The oracle for tests of counting and formats: integer arithmetic, independent of both implementations."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

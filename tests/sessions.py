@@ -1,7 +1,5 @@
 """Hand-written sessions and reports, for the tests of rendering. Deterministic and without torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Hand-written matrix products, as a recorder would write them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Trains a small network on two ranks, sharded in each way that torch offers, for ``ranges/test_sharded.py``."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

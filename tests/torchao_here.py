@@ -1,7 +1,5 @@
 """torchao, if it is installed: its import prints, and some of its versions warn. And a stub of it, whose products are wide."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A small network, its batches, and the session of a plain loop over them, which a trainer's callback must reproduce."""
 
-from __future__ import annotations
-
 import torch
 from equality import equal
 from torch import nn

@@ -1,7 +1,5 @@
 """Gradients that waited for the end of their backward, and a small training with some."""
 
-from __future__ import annotations
-
 import math
 
 import torch

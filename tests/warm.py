@@ -4,8 +4,6 @@ Each script runs in its own fork, which exits as a Python process does. Tests of
 variables that are read then (OMP_NUM_THREADS, PYTHON...) need a new process: ``launched.run`` starts one.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import gc

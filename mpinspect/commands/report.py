@@ -5,15 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from mpinspect.commands.output import (
-    OK,
-    UnusableError,
-    add_output_options,
-    known_format,
-    range_finding,
-    show,
-    status,
-)
+from mpinspect.commands.output import OK, UnusableError, add_output_options, known_format, range_finding, show, status
 
 if TYPE_CHECKING:
     from mpinspect.ranges.analysis.report import RangeReport

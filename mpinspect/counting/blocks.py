@@ -19,15 +19,7 @@ from mpinspect.counting.cuda import available as on_gpu
 from mpinspect.counting.pieces import detached_values
 from mpinspect.numeric.blocks import CUTS, DISTANCES, LOWEST_EXPONENT, BlockCounts, QuantizationLoss
 from mpinspect.numeric.formats import FLOAT8_E4M3, FloatFormat
-from mpinspect.numeric.recipes import (
-    CEIL,
-    E4M3_SCALE,
-    EVEN,
-    FLOOR,
-    POWER_OF_TWO,
-    STOCHASTIC,
-    Quantization,
-)
+from mpinspect.numeric.recipes import CEIL, E4M3_SCALE, EVEN, FLOOR, POWER_OF_TWO, STOCHASTIC, Quantization
 from mpinspect.runtime.distributed import local_part, place_of
 
 #: The exponents of a scale of eight bits without mantissa (E8M0).

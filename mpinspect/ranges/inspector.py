@@ -428,9 +428,7 @@ def _several(given: Any) -> list[Any]:
 
 
 def _misgivings(
-    layers: list[model_layers.Layer],
-    parameters: list[model_layers.WatchedParameter],
-    selection: model_layers.Selection,
+    layers: list[model_layers.Layer], parameters: list[model_layers.WatchedParameter], selection: model_layers.Selection
 ) -> list[str]:
     """Return warnings about the arguments, as sentences: no trainable parameters, or patterns without a match."""
     sentences = []

@@ -50,11 +50,7 @@ TABLE = (
         is_default=True,
     ),
     TensorKind(
-        ACTIVATION_GRADIENT,
-        "Activation gradients",
-        "the activation gradients of",
-        is_scaled=True,
-        is_default=True,
+        ACTIVATION_GRADIENT, "Activation gradients", "the activation gradients of", is_scaled=True, is_default=True
     ),
     TensorKind(ACTIVATION, "Activations", "the activations of"),
     TensorKind(WEIGHT, "Weights", "the weight", is_of_parameters=True),

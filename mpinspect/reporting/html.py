@@ -93,7 +93,7 @@ white-space:normal;overflow-wrap:normal}
 .mpinspect .error .amount i{background:var(--error)}.mpinspect .warning .amount i{background:var(--warning)}
 .mpinspect .part{border-top:1px solid var(--line);margin-top:2em}.mpinspect .part>h2{color:var(--soft);font-weight:400}
 @media (max-width:760px){.mpinspect .p3,.mpinspect .p4{display:none}.mpinspect th,.mpinspect td{padding:.28em .45em}}
-@media (max-width:480px){.mpinspect .p1,.mpinspect .p2{display:none}
+@media (max-width:480px){.mpinspect .amount{width:20vw}.mpinspect .p1,.mpinspect .p2{display:none}
 .mpinspect td.name{min-width:7.5em}.mpinspect td.long{min-width:12em}
 .mpinspect th,.mpinspect td{padding:.28em .3em}}
 .mpinspect dfn{font-style:normal;border-bottom:1px dotted var(--soft);cursor:help;position:relative}
@@ -103,6 +103,7 @@ left:0;top:1.5em;z-index:9;background:var(--ink);color:var(--ground);padding:.3e
 white-space:normal}
 .mpinspect .terms dt{font-weight:600}.mpinspect .terms dd{margin:0 0 .4em 0;max-width:62em}
 @media print{.mpinspect .scroll{overflow:visible}.mpinspect .finding,.mpinspect tr,.mpinspect figure{break-inside:avoid}
+.mpinspect :is(.amount,.strip) i{print-color-adjust:exact}
 .mpinspect .strip{max-width:24em}.mpinspect .strip :is(span,i){flex:0 1 auto;min-width:0}}
 """
 _PAGE = """<!DOCTYPE html>

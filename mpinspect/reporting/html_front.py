@@ -28,7 +28,8 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .panel{grid-column:2;grid-row:1;padding:.7em 1em 1em;border-left:1px solid var(--line);overflow:auto;min-width:0}
 .mpinspect .picture{grid-column:1;grid-row:1;padding:.4em 0 0 1em;min-width:0}
 .mpinspect .panel h2{font-size:1em;margin:1em 0 .3em}.mpinspect .panel>:first-child{margin-top:0}
-.mpinspect .panel p.alarm{padding:.3em .6em;color:var(--error);font-size:1.05em}
+.mpinspect .panel p{text-wrap:pretty}.mpinspect .panel p.alarm{padding:.3em .6em;color:var(--error);font-size:1.05em}
+.mpinspect .panel p.alarm.warning{color:var(--warning);border-color:currentColor}
 .mpinspect .panel p.follows{font-size:1em;font-weight:400}.mpinspect .panel pre{margin-bottom:.7em}
 .mpinspect .panel ul{list-style:none;padding:0;margin:0}.mpinspect .panel li{margin:.15em 0}
 .mpinspect .panel .dim{font-size:.93em}
@@ -105,7 +106,8 @@ def front(
     if shown.headline:
         yield f'<p class="{shown.tone}">{escape(shown.headline)}</p>'
     if document.alarm:
-        yield f'<p class="alarm{" follows" * bool(shown.headline)}">{escape(document.alarm)}</p>'
+        classes = f"alarm {shown.tone}{' follows' * bool(shown.headline)}"
+        yield f'<p class="{classes}">{escape(document.alarm)}</p>'
     for block in shown.verdict:
         yield from render(block, 1)
     yield from _findings(shown, escape)

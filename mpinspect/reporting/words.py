@@ -89,8 +89,8 @@ def share(
         interval: the share.
         is_estimate: whether counts can only estimate the share, as with the lost L1 share.
         near: bounds further apart than this are shown.
-        negligible: an unseen share of at most this is "0% seen", and "<0.1%" if it is that small; a larger one is shown by its
-            upper bound.
+        negligible: an unseen share of at most this is "0%", and "<0.1%" if it is that small; a larger one is shown by its upper
+            bound.
     """
     if interval is None:
         return UNKNOWN
@@ -114,7 +114,7 @@ def _unseen(high: float, negligible: float) -> str:
     if high <= NEGLIGIBLE:
         return f"<{percent(NEGLIGIBLE)}"
     if high <= negligible:
-        return "0% seen"
+        return percent(0.0)
     if high > 1 - _ROUGHLY / 2:
         return UNKNOWN
     return f"<={percent(high)}"

@@ -67,9 +67,7 @@ class Ending:
         whole: Path | None = None,
         leaves_no_trace: bool = False,
     ) -> None:
-        self.options = options
-        self.directory = directory
-        self.speaks = speaks
+        self.options, self.directory, self.speaks = options, directory, speaks
         self.seen = Seen()
         self.outcome = Outcome()
         #: False only if the script is known to have failed before its first line.

@@ -98,11 +98,7 @@ def _kernels(
 
 
 def with_ranks(
-    models: list[RecordedModel],
-    own: Path,
-    ranks: list[Path],
-    *,
-    outcome: Outcome,
+    models: list[RecordedModel], own: Path, ranks: list[Path], *, outcome: Outcome
 ) -> tuple[list[RecordedModel], list[Path], list[str]]:
     """Return this rank's models, with the counts that other ranks have on disk added.
 

@@ -46,12 +46,8 @@ class Watcher(Guarded):
         written: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(seen.note)
-        self.seen = seen
-        self._options = options
-        self._directory = directory
-        self._say = say
-        self._tracker = tracker
-        self._written = written
+        self.seen, self._options, self._directory = seen, options, directory
+        self._say, self._tracker, self._written = say, tracker, written
         self._active = False
         self._known: set[int] = set()
         self._lock = AttachLock()

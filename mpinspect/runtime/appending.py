@@ -9,8 +9,9 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
-from io import FileIO
+from io import BufferedWriter, FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 from mpinspect.runtime.finalizing import until_finalized
 
@@ -105,14 +106,16 @@ def create_numbered(directory: Path, name: str) -> tuple[Path, FileIO]:
     raise AssertionError
 
 
-def replace_whole(path: Path, data: bytes, before: Callable[[], None] = lambda: None) -> None:
+def replace_whole(
+    path: Path, data: bytes | Callable[[BinaryIO], object], before: Callable[[], None] = lambda: None
+) -> None:
     """Write ``data`` to a new file and rename it to ``path``, so that readers see the old file or the whole new one.
 
     A link at ``path`` is replaced, not followed. The data and the new name are flushed to disk.
 
     Args:
         path: the file; its directory exists.
-        data: its new content.
+        data: its new content, or a function that writes it to the file that it gets.
         before: called when the new file is complete; if it raises, ``path`` stays as it is.
 
     Raises:
@@ -122,7 +125,12 @@ def replace_whole(path: Path, data: bytes, before: Callable[[], None] = lambda: 
     beside, out = create_numbered(path.parent, f"{path.name[:40]}.rewriting")
     try:
         with out:
-            write_all(out, data)
+            if callable(data):
+                buffered = BufferedWriter(out)
+                data(buffered)
+                buffered.detach()
+            else:
+                write_all(out, data)
             os.fsync(out.fileno())
         before()
         beside.replace(path)

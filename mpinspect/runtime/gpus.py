@@ -99,10 +99,10 @@ class _Card:
     half_cores: float
     bandwidth: float
     tf32: float | None = None
-    eight_bit: float | None = None
+    fp8: float | None = None
     int8: float | None = None
     fp64: float | None = None
-    four_bit: float | None = None
+    fp4: float | None = None
     sms: int | None = None
 
 
@@ -130,12 +130,12 @@ _CARDS = (
     _Card("RTX A6000", r"rtx a6000", "ampere", 154.8, 38.7, 38.7, 768, 77.4, int8=309.7, sms=84),
     _Card("RTX 3090", r"rtx 3090(?! ti)", "ampere", 71, 35.6, 35.6, 936, 35.6, int8=284, sms=82),
     # Ada: L4, L40, L40S data sheets; Ada white paper.
-    _Card("L40S", r"l40s", "ada", 362, 91.6, 91.6, 864, 183, eight_bit=733, int8=733, sms=142),
-    _Card("L40", r"\bl40\b", "ada", 181, 90.5, 90.5, 864, 90.5, eight_bit=362, int8=362, sms=142),
-    _Card("L4", r"\bl4\b", "ada", 121, 30.3, 30.3, 300, 60, eight_bit=242, int8=242, sms=58),
+    _Card("L40S", r"l40s", "ada", 362, 91.6, 91.6, 864, 183, fp8=733, int8=733, sms=142),
+    _Card("L40", r"\bl40\b", "ada", 181, 90.5, 90.5, 864, 90.5, fp8=362, int8=362, sms=142),
+    _Card("L4", r"\bl4\b", "ada", 121, 30.3, 30.3, 300, 60, fp8=242, int8=242, sms=58),
     # L20: NVIDIA's product brief, without sparsity.
-    _Card("L20", r"\bl20\b", "ada", 119.5, 59.8, 59.8, 864, 59.8, eight_bit=239, int8=239, sms=92),
-    _Card("RTX 4090", r"rtx 4090(?! d| l)", "ada", 165.2, 82.6, 82.6, 1008, 82.6, eight_bit=330.3, int8=660.6, sms=128),
+    _Card("L20", r"\bl20\b", "ada", 119.5, 59.8, 59.8, 864, 59.8, fp8=239, int8=239, sms=92),
+    _Card("RTX 4090", r"rtx 4090(?! d| l)", "ada", 165.2, 82.6, 82.6, 1008, 82.6, fp8=330.3, int8=660.6, sms=128),
     # Hopper: H100, H200 and GH200 (96 GB of HBM3, or 144 GB of HBM3e) data sheets; Hopper white paper.
     _Card(
         "GH200 144GB",
@@ -146,54 +146,26 @@ _CARDS = (
         133.8,
         4900,
         494.7,
-        eight_bit=1978.9,
+        fp8=1978.9,
         int8=1978.9,
         fp64=66.9,
         sms=132,
     ),
-    _Card(
-        "GH200", r"gh200", "hopper", 989.4, 66.9, 133.8, 4000, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9, sms=132
-    ),
+    _Card("GH200", r"gh200", "hopper", 989.4, 66.9, 133.8, 4000, 494.7, fp8=1978.9, int8=1978.9, fp64=66.9, sms=132),
     # H800: H100's Tensor Cores without most of FP64. H20: its product brief, without sparsity (78 SMs).
-    _Card(
-        "H800 PCIe", r"h800 pcie", "hopper", 756, 51.2, 102.4, 2000, 378, eight_bit=1513, int8=1513, fp64=0.8, sms=114
-    ),
-    _Card("H800", r"h800", "hopper", 989.4, 66.9, 133.8, 3350, 494.7, eight_bit=1978.9, int8=1978.9, fp64=1, sms=132),
-    _Card("H20", r"h20(?! 3e)", "hopper", 148, 44, 88, 4000, 74, eight_bit=296, int8=296, fp64=1, sms=78),
-    _Card(
-        "H200", r"h200", "hopper", 989.4, 66.9, 133.8, 4800, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9, sms=132
-    ),
-    _Card(
-        "H100 PCIe", r"h100 pcie", "hopper", 756, 51.2, 102.4, 2000, 378, eight_bit=1513, int8=1513, fp64=51.2, sms=114
-    ),
-    _Card("H100 NVL", r"h100 nvl", "hopper", 835, 60, 120, 3900, 417.5, eight_bit=1671, int8=1671, fp64=60, sms=132),
-    _Card(
-        "H100", r"h100", "hopper", 989.4, 66.9, 133.8, 3350, 494.7, eight_bit=1978.9, int8=1978.9, fp64=66.9, sms=132
-    ),
+    _Card("H800 PCIe", r"h800 pcie", "hopper", 756, 51.2, 102.4, 2000, 378, fp8=1513, int8=1513, fp64=0.8, sms=114),
+    _Card("H800", r"h800", "hopper", 989.4, 66.9, 133.8, 3350, 494.7, fp8=1978.9, int8=1978.9, fp64=1, sms=132),
+    _Card("H20", r"h20(?! 3e)", "hopper", 148, 44, 88, 4000, 74, fp8=296, int8=296, fp64=1, sms=78),
+    _Card("H200", r"h200", "hopper", 989.4, 66.9, 133.8, 4800, 494.7, fp8=1978.9, int8=1978.9, fp64=66.9, sms=132),
+    _Card("H100 PCIe", r"h100 pcie", "hopper", 756, 51.2, 102.4, 2000, 378, fp8=1513, int8=1513, fp64=51.2, sms=114),
+    _Card("H100 NVL", r"h100 nvl", "hopper", 835, 60, 120, 3900, 417.5, fp8=1671, int8=1671, fp64=60, sms=132),
+    _Card("H100", r"h100", "hopper", 989.4, 66.9, 133.8, 3350, 494.7, fp8=1978.9, int8=1978.9, fp64=66.9, sms=132),
     # Blackwell: HGX B200 and GB200 data sheets, a GPU's share, without sparsity; RTX Blackwell white paper.
-    _Card(
-        "GB200", r"gb200", "blackwell", 2500, 80, 160, 8000, 1250, eight_bit=5000, int8=5000, fp64=40, four_bit=10000
-    ),
-    _Card(
-        "B200",
-        r"b200",
-        "blackwell",
-        2250,
-        75,
-        150,
-        8000,
-        1125,
-        eight_bit=4500,
-        int8=4500,
-        fp64=37,
-        four_bit=9000,
-        sms=148,
-    ),
+    _Card("GB200", r"gb200", "blackwell", 2500, 80, 160, 8000, 1250, fp8=5000, int8=5000, fp64=40, fp4=10000),
+    _Card("B200", r"b200", "blackwell", 2250, 75, 150, 8000, 1125, fp8=4500, int8=4500, fp64=37, fp4=9000, sms=148),
     # Blackwell Ultra: HGX B300 and GB300 data sheets, a GPU's share, without sparsity; INT8 and FP64 are a fraction of B200's.
-    _Card(
-        "GB300", r"gb300", "blackwell", 2500, 80, 160, 8000, 1250, eight_bit=5000, int8=165, fp64=1.3, four_bit=15000
-    ),
-    _Card("B300", r"b300", "blackwell", 2250, 75, 150, 8000, 1125, eight_bit=4500, int8=150, fp64=1.25, four_bit=14000),
+    _Card("GB300", r"gb300", "blackwell", 2500, 80, 160, 8000, 1250, fp8=5000, int8=165, fp64=1.3, fp4=15000),
+    _Card("B300", r"b300", "blackwell", 2250, 75, 150, 8000, 1125, fp8=4500, int8=150, fp64=1.25, fp4=14000),
     _Card(
         "RTX 5090",
         r"rtx 5090(?! d| l)",
@@ -203,9 +175,9 @@ _CARDS = (
         104.8,
         1792,
         104.8,
-        eight_bit=419,
+        fp8=419,
         int8=838,
-        four_bit=1676,
+        fp4=1676,
         sms=170,
     ),
 )
@@ -350,10 +322,10 @@ def _gpu(card: _Card, name: str) -> Gpu:
         "float16": card.half,
         "bfloat16": card.half,
         "tfloat32": card.tf32,
-        "float8": card.eight_bit,
+        "float8": card.fp8,
         "int8": card.int8,
         "float64": card.fp64,
-        "float4": card.four_bit,
+        "float4": card.fp4,
     }
     return Gpu(
         name=name,

@@ -132,6 +132,12 @@ class HandleList:
         self._handles.append(handle)
         return handle
 
+    def add_around(self, module: torch.nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
+        """Hook a module's forward, around the script's own hooks; ``leave`` follows an exception too. None in TorchScript's."""
+        if not isinstance(module, torch.jit.ScriptModule):
+            self.add(module.register_forward_pre_hook(ModelHook(module, enter), prepend=True))
+            self.add(module.register_forward_hook(ModelHook(module, leave), always_call=True))
+
     def remove_all(self) -> None:
         """Remove every hook; a second call has no effect."""
         while self._handles:

@@ -1,9 +1,9 @@
-"""Finds the tensors inside the inputs or outputs of a module."""
+"""Finds the tensors inside the inputs or outputs of a module or an operator."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,3 +47,12 @@ def tensor_list(value: Any) -> list[torch.Tensor]:
         else:
             return found
     return list(tensors_in(value))
+
+
+def leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield an operator's arguments or results, those of its lists too."""
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from leaves(each)
+        else:
+            yield each

@@ -80,14 +80,16 @@ BACKWARD = Calls((torch.autograd, "backward"), tensors=0)
 GRADIENTS = Calls((torch.autograd, "grad"), outputs=0, inputs=1)
 #: ``clip_grad_norm_`` calls this function with the norm that it has found. Private; seen in torch 2.13.
 CLIP_WITH_NORM = Calls(
-    (clip_grad, "_clip_grads_with_norm_"),
-    (torch.nn.utils, "clip_grads_with_norm_"),
-    parameters=0,
-    total_norm=2,
+    (clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_"), parameters=0, total_norm=2
 )
 #: An autocast region is made by this function. Listeners receive the type of its device, and whether it is enabled (None: yes).
 AUTOCAST_MADE = Calls((torch.amp.autocast_mode.autocast, "__init__"), device_type=1, enabled=3)
 #: The end of an outermost autocast region calls this function.
 AUTOCAST_CACHE_CLEARED = Calls((torch, "clear_autocast_cache"))
+#: Listeners receive the optimizer that is to be made, or has been made.
+OPTIMIZER_MADE = Calls((torch.optim.Optimizer, "__init__"), optimizer=0)
+PROFILER_MADE = Calls((torch.autograd.profiler.profile, "__init__"))
+#: ``module.compile()`` calls this function too. Listeners receive the model or function that is to be compiled.
+COMPILED = Calls((torch, "compile"), model=0)
 #: Listeners receive the optimizer and the states that it is to load, or has loaded.
 STATES_LOADED = Calls((torch.optim.Optimizer, "load_state_dict"), optimizer=0, state_dict=1)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mpinspect.runtime.appending import replace_whole
 from mpinspect.training.closures import held_parameters
 from mpinspect.training.masters import MasterWeights
 from mpinspect.training.precision import PRECISIONS, Precision
@@ -31,18 +30,7 @@ def save(state: Mapping[str, Any], path: str | Path) -> None:
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target} can't be written: there is no directory {target.parent}")
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp's file is accessible to its owner only; give it the permissions of any other new file.
-        Path(name).chmod(0o666 & ~_umask())
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    replace_whole(target, lambda file: torch.save(dict(state), file))
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -225,12 +213,6 @@ def _looks_like(state: Mapping[Any, Any]) -> str:
     if all(isinstance(value, torch.Tensor) for value in state.values()):
         return "it looks like a model's weights. Load them into the model before MixedPrecision is made"
     return f"it holds {', '.join(sorted(map(str, state))[:5])}"
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _copied(value: Any) -> Any:

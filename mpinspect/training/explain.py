@@ -30,9 +30,7 @@ class ModelExplainer:
     """
 
     def __init__(
-        self,
-        model: torch.nn.Module,
-        stepped: Callable[[torch.optim.Optimizer], Iterable[torch.Tensor]] | None = None,
+        self, model: torch.nn.Module, stepped: Callable[[torch.optim.Optimizer], Iterable[torch.Tensor]] | None = None
     ) -> None:
         self._model = weakref.ref(model)
         self._stepped = stepped or held_parameters

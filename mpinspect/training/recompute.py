@@ -207,9 +207,6 @@ def _normalise(
 
 
 def _rounded(
-    function: Callable[..., torch.Tensor],
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    function: Callable[..., torch.Tensor], x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
     return function(*map(_full, (x, weight, bias))).to(x.dtype)

@@ -1,9 +1,8 @@
 """The command line: exit statuses, messages on stderr, and written files."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import types
 
 import pytest
 import sessions
+import warm
 
 import mpinspect.demo
 from mpinspect.commands import cli
@@ -235,7 +235,8 @@ def test_names_that_the_terminal_can_not_print_do_not_end_the_report(tmp_path):
     path = tmp_path / "run"
     path.mkdir()
     sessions.all_sessions()["hostile"].save(path)
-    done = _run(["report", str(path)], env={"PYTHONIOENCODING": "ascii"})
+    command, env = [sys.executable, "-m", "mpinspect", "report", path], os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=env)
     assert done.returncode == 0, done.stderr
     assert b"schicht.gr\\xf6\\xdfe" in done.stdout.replace(b"\n", b"")
 
@@ -262,26 +263,20 @@ def test_force_color_applies_to_pipes_and_no_color_has_priority(command, term, r
     trace.write_text('{"traceEvents": []}')
     (tmp_path / "run.json").write_text('{"command": "train.py", "outcome": "ended", "saw": [], "models": []}')
     words = {
-        "report": ["report", str(run_dir)],
-        "report of a run": ["report", str(tmp_path)],
-        "kernels": ["kernels", str(trace)],
+        "report": ["-m", "mpinspect", "report", str(run_dir)],
+        "report of a run": ["-m", "mpinspect", "report", str(tmp_path)],
+        "kernels": ["-m", "mpinspect", "kernels", str(trace)],
     }[command]
     forced, both, neither = (
-        _run(words, {"TERM": term, "FORCE_COLOR": force, "NO_COLOR": no}).stdout
+        warm.run(tmp_path, words, {"TERM": term, "FORCE_COLOR": force, "NO_COLOR": no})[1]
         for force, no in (("1", ""), ("1", "1"), ("", ""))
     )
-    assert b"\x1b[1m" in forced
-    assert b"\x1b" not in both + neither
+    assert "\x1b[1m" in forced
+    assert "\x1b" not in both + neither
     assert both == neither
-    lines = [line.rstrip() for line in re.sub(rb"\x1b\[[0-9;]*m", b"", forced).splitlines()]
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", forced).splitlines()]
     # A run's parts have an empty line between them in plain text.
     assert list(filter(None, lines)) == list(filter(None, both.splitlines()))
-
-
-def test_python_m_mpinspect(run_dir):
-    done = _run(["report", str(run_dir)])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(b"WordModel against float16")
 
 
 def test_compile_completes_the_cache(capsys):
@@ -308,14 +303,6 @@ def test_help_names_every_command_and_the_statuses(capsys):
         assert name in shown
         assert help in shown
     assert "exit status: 0 fine, 1 a finding that --fail-on names, 2 wrong usage or unreadable input" in shown
-
-
-def _run(arguments, env=None):
-    import os
-
-    return subprocess.run(
-        [sys.executable, "-m", "mpinspect", *arguments], capture_output=True, check=False, env=os.environ | (env or {})
-    )
 
 
 def test_help_and_the_package_import_little():
@@ -376,18 +363,6 @@ def test_every_finding_is_listed():
     ]
     made = {name for text in texts for name in re.findall(r'(?:Finding|Fault)\(\s*"([a-z0-9-]+)"', text)}
     assert made == {*FINDING_IDS, *RANGE_DIFF_IDS}
-
-
-def test_a_session_is_read_and_reported_without_torch(run_dir):
-    program = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import mpinspect, mpinspect.commands.cli\n"
-        "assert mpinspect.Session.load(sys.argv[1]).windows\n"
-        "raise SystemExit(mpinspect.commands.cli.main(['report', sys.argv[1]]))"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(run_dir)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "Suggested loss scale" in done.stdout
 
 
 def test_ctrl_c_ends_any_command_with_one_word(monkeypatch, capsys):

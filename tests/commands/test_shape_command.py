@@ -1,7 +1,5 @@
 """``mpinspect lint`` and lint_shapes: from arguments to reports, and a sentence for each bad input."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json

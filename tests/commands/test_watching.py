@@ -1,7 +1,5 @@
 """``mpinspect report --watch``: again at each change, until the run ends."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """``apart`` runs compilation in a thread: a slow compilation prints one line, and results and errors reach the caller."""
 
-from __future__ import annotations
-
 import threading
 import time
 

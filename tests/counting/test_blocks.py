@@ -1,7 +1,5 @@
 """Counts of blocks and quantised values against casts by ml_dtypes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Blocks counted by numba's loops equal those counted with torch, for any bits, shapes, strides and sizes of blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +78,20 @@ def test_more_values_than_the_planes_hold(
 ) -> None:
     values = torch.randn(2 * planes.MOST_BLOCKS + 100, planes.BLOCK, generator=torch.Generator().manual_seed(0)).exp()
     expect_the_same(VIEWS[oriented](values.to(dtype)), block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("step", [0, 1, 5, 31, 40])
+def test_exponents_whose_window_moves(dtype: torch.dtype, step: int, threads: int) -> None:
+    """Rows lie ``step`` powers of two apart, up and down, and hold zeros, powers of two and values just below the next one."""
+    generator = torch.Generator().manual_seed(step)
+    values = torch.randn(24, 8192, generator=generator)
+    edges = torch.tensor([0.0, 1.0, -2.0, 2 - 2**-11, 2 - 2**-11 - 2**-23, 2 - 2**-23, -1 - 2**-23])
+    chosen = torch.randint(0, len(edges), values.shape, generator=generator)
+    values = torch.where(torch.rand(values.shape, generator=generator) < 0.2, edges[chosen], values)
+    scales = torch.exp2(step * (torch.arange(24) % 5 - 2.0))
+    for block in ((1, 32), (1, 128), (128, 128)):
+        expect_the_same((values * scales[:, None]).to(dtype), block)
 
 
 #: Arguments of ``special_magnitudes``.

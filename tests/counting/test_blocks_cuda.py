@@ -1,7 +1,5 @@
 """Blocks counted by the CUDA kernel, run as host code, equal those counted with torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 

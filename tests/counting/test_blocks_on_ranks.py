@@ -1,7 +1,5 @@
 """Counts of shards add up to the whole's over two and four gloo processes; where shards cut blocks, they are bounds."""
 
-from __future__ import annotations
-
 import math
 from functools import reduce
 from operator import add

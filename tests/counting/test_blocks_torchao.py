@@ -1,7 +1,5 @@
 """Counts of blocks against torchao's casts to MX formats and NVFP4; skipped without torchao (the extra fp8)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Counting by numba's loops: equals counting with torch for any bits, and falls back to torch where numba fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -20,6 +18,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from trainings import inspected
 
 import mpinspect
 from mpinspect.counting import count_exponents, fastest, reference
@@ -502,12 +501,13 @@ def test_counts_do_not_change_when_the_loops_arrive_during_training(monkeypatch:
         monkeypatch.setattr(available, "loops", found)
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        with mpinspect.Inspector(model, optimizers=optimizer, capture=mpinspect.ranges.kinds.KINDS) as inspector:
-            for _ in range(3):
-                optimizer.zero_grad()
-                model(torch.randn(4, 6)).square().mean().backward()
-                optimizer.step()
+        inspector = inspected(
+            model,
+            lambda _: model(torch.randn(4, 6)).square().mean(),
+            3,
+            optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
+            capture=mpinspect.ranges.kinds.KINDS,
+        )
         assert asked > by_torch
         weights = [parameter.tolist() for parameter in model.parameters()]
         return inspector.session().totals(), weights

@@ -1,7 +1,5 @@
 """The CUDA kernels' availability, rows in a device buffer, and, with a GPU, the kernels themselves."""
 
-from __future__ import annotations
-
 import math
 import types
 from collections.abc import Iterator
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from trainings import take_step
 from waiting_gradients import row_of, waited
 
 from mpinspect import Inspector
@@ -433,9 +432,7 @@ def test_a_backward_on_another_stream_is_counted() -> None:
     with Inspector(model) as inspector:
         for step in range(8):
             with torch.cuda.stream(side if step % 2 else torch.cuda.current_stream()):
-                optimizer.zero_grad()
-                model(batch).square().mean().backward()
-                optimizer.step()
+                take_step(optimizer, model(batch).square().mean())
             torch.cuda.synchronize()
     totals = inspector.session().totals()
     for name, parameter in model.named_parameters():

@@ -1,7 +1,5 @@
 """The CUDA kernels, run as host code, equal the reference and torch exactly; and they compile for GPUs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

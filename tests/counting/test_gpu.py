@@ -1,7 +1,5 @@
 """On a CUDA device, counts equal the CPU's and no synchronisation is added. Skipped without a GPU."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector, LossScaler, MixedPrecision, count_blocks
 from mpinspect.counting.cuda import available
@@ -38,9 +37,7 @@ def _no_synchronisation() -> Iterator[None]:
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
     with _no_synchronisation():
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(batch).square().mean())
 
 
 @pytest.mark.parametrize("kinds", [KINDS, ()])
@@ -138,12 +135,9 @@ SCALED = ["fp16-amp", "fp16-master"]
 def _scaled_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, batch: torch.Tensor, times: float
 ) -> None:
-    optimizer.zero_grad()
     with torch.autocast("cuda", dtype=torch.float16):
         loss = model(batch).float().square().mean() * times
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    take_step(optimizer, loss, scaler)
 
 
 def _trained(mp: MixedPrecision, steps: int, seed: int = 1) -> list[float]:

@@ -1,7 +1,5 @@
 """On a CUDA device, verdicts on profiled kernels follow torch's settings. Skipped without a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

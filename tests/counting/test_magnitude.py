@@ -1,7 +1,5 @@
 """The largest magnitude of a CPU tensor is exact, distinguishes infinity from NaN, and is None for unsupported tensors."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

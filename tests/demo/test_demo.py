@@ -1,7 +1,5 @@
 """The demo: its text, its model, and the output and files of a short run."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types

@@ -1,7 +1,5 @@
 """The demo's curves: the results of each run, the table, the chart, the document, and the results after Ctrl-C."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

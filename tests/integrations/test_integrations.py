@@ -1,7 +1,5 @@
 """The common behaviour of all trainers' callbacks; and Accelerate, which works without a callback."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 

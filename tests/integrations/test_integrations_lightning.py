@@ -1,7 +1,5 @@
 """Lightning's callback records the same as an Inspector in a plain loop, and leaves the training unchanged."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

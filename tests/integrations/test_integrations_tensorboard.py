@@ -1,7 +1,5 @@
 """TensorBoard's page "Ranges": its routes through the real application, and the page in a browser."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -92,17 +90,6 @@ def test_starting_tensorboard_imports_no_heavy_modules() -> None:
         added
     )
     assert len(added) < 40
-
-
-def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
-    path = written(tmp_path, sessions.word_model()).parent
-    code = (
-        "import sys; from mpinspect.integrations.tensorboard_runs import Runs\n"
-        f"runs = Runs({{'': {str(path)!r}}}); (id,) = runs.listing().runs\n"
-        "assert b'\"map\"' in runs.answer(id); print('torch' in sys.modules)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == "False\n"
 
 
 def test_a_run_directorys_shapes_are_shown_with_their_modules_layers(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Transformers' callback records the same as an Inspector in a plain loop, and leaves the training unchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Logging to the real W&B, MLflow and Trackio, offline: runs hold the scalars, and the script's own rows are unchanged."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import struct
@@ -17,6 +15,7 @@ import sessions
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from trainings import take_step
 
 import mpinspect
 from mpinspect.numeric.formats import FLOAT16
@@ -64,10 +63,8 @@ def train(log=lambda step, loss: None, steps=6, **options):
     inspector = mpinspect.Inspector(model, optimizers=optimizer, **options)
     with inspector:
         for step in range(steps):
-            optimizer.zero_grad()
             loss = model(torch.randn(16, 4)).square().mean()
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
             log(step, loss.item())
             if inspector._recording.is_writing:
                 inspector._recording.flush()

@@ -1,7 +1,5 @@
 """classify_kernel against the labelled corpus, the names in real traces, and misleading names."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

@@ -1,7 +1,5 @@
 """profile_kernels and read_trace: a CPU run is reported as without kernels; ranges name modules and are removed."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
@@ -10,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from trainings import take_step
 
 import mpinspect
 from mpinspect.kernels.capture.profiling import ModuleRanges, plain_parts, record_trace
@@ -30,9 +29,7 @@ class Training:
 
     def step(self) -> None:
         self.calls += 1
-        self.optimizer.zero_grad()
-        self.loss(self.model(torch.ones(4, 8)), torch.tensor([0, 1, 2, 3])).backward()
-        self.optimizer.step()
+        take_step(self.optimizer, self.loss(self.model(torch.ones(4, 8)), torch.tensor([0, 1, 2, 3])))
 
 
 @pytest.fixture
@@ -192,13 +189,3 @@ def test_the_largest_root_has_unprefixed_names():
         large(torch.ones(1, 64))
     named.settle()
     assert (named.path(small), named.path(large), named.path(large[0])) == ("Linear", "", "0")
-
-
-def test_reading_a_trace_needs_no_torch():
-    import subprocess
-    import sys
-
-    path = TRACES / "h100_bert_small.json.gz"
-    code = f"import sys, mpinspect; mpinspect.read_trace({str(path)!r}); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -1,10 +1,6 @@
 """Formats of the kernel report: text, Markdown, JSON, picture; hostile names, narrow terminals."""
 
-from __future__ import annotations
-
 import json
-import re
-from pathlib import Path
 
 import labels
 import made_kernels as made
@@ -16,36 +12,13 @@ from mpinspect.kernels.analysis import analyse_kernels
 from mpinspect.kernels.report import plot as plot_kernels
 from mpinspect.kernels.report.document import clean_name
 from mpinspect.reporting.escaping import escaped
-from mpinspect.reporting.forms import render
 from mpinspect.reporting.words import shortened
-
-SCHEMA = Path(__file__).parents[2] / "docs" / "tensor-cores.md"
 
 
 def hostile():
     name = "evil|kernel`<script>alert(1)</script>\x1b[31m\n[red]*_$#@"
     runs = [kernel(name, 5), kernel(f"{name}sgemm_", 5, mm(8, 8, 8, "float"), module=f"{name}/schicht.gr\u00f6\u00dfe")]
     return analyse_kernels([trace(*runs, device=made.A100, source="/tmp/<b>|.json", notes=(name,))])
-
-
-def test_text_names_the_denominators():
-    text = render(everything(), ".txt", width=140)
-    assert "71% of the matrix products' time (140 us); unknown for another 14%" in text
-    assert "50% of all kernel time (200 us, communication included)" in text
-    assert "59% of kernel time without communication (170 us)" in text
-    assert "operator known for 65% of kernel time; the rest: 10% before the window, 25% no launch" in text
-
-
-def test_text_is_ascii_but_for_names():
-    render(everything(), ".txt", width=140).encode("ascii")
-
-
-def test_measured_estimated_and_unknown_look_different():
-    lines = render(everything(), ".txt", width=160).splitlines()
-    head = next(line for line in lines if "30522" in line and "TFLOP" in line)
-    assert re.search(r"~[\d.]+ TFLOP/s", head)
-    assert " ? " in next(line for line in lines if "triton_tem" in line and line.startswith("  unknown"))
-    assert any("at most, by the roofline" in line for line in lines)
 
 
 def test_json_adds_up():
@@ -71,23 +44,6 @@ def test_json_puts_equal_runs_together():
 def test_json_has_no_nan():
     text = analyse_kernels([trace(kernel(made.ADD, float("nan")))]).to_json()
     assert json.loads(text, parse_constant=pytest.fail)["kernels"][0]["time_us"] == "nan"
-
-
-def test_the_schema_page_names_every_key():
-    documented = set(re.findall(r"`([\w.]+)`", SCHEMA.read_text(encoding="utf-8")))
-    assert set(_keys(json.loads(everything().to_json()))) - documented == set()
-
-
-def _keys(plain, *, free=("evidence", "verdict_time_us", "verdict_calls", "tensor_core_tflops", "cuda_core_tflops")):
-    """Yield keys at any depth, except those of mappings whose keys are data."""
-    if isinstance(plain, list):
-        for item in plain:
-            yield from _keys(item)
-    elif isinstance(plain, dict):
-        for key, item in plain.items():
-            yield key
-            if key not in (*free, "unattributed_fractions", "saved_at_most_us"):
-                yield from _keys(item)
 
 
 # -- the picture ----------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Real traces: figures equal independent sums of the file's events, and every format can be rendered."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -113,22 +111,6 @@ def test_amd_products_are_unknown(reports):
     assert report.verdict_time_us["off"] == report.verdict_time_us["native"] == 0
     assert report.verdict_time_us["unknown"] > 0
     assert report.coverage.unattributed_fractions["CUDA graph"] > 0.9
-
-
-def test_two_ranks_of_one_job(reports):
-    report = reports["ranks"]
-    assert [rank.label for rank in report.ranks] == ["rank 0", "rank 1"]
-    assert report.shares.calls == 245 + 310
-    assert "different-jobs" not in {finding.id for finding in report.findings}
-
-
-def test_traces_of_different_jobs_are_reported_apart():
-    traces = read_trace_files([made.TRACES / f"{name}.json.gz" for name in ("h100_vit", "a100_alexnet")])
-    report = analyse_kernels(traces)
-    (finding,) = [finding for finding in report.findings if finding.id == "different-jobs"]
-    assert "they ran on NVIDIA A100-PG509-200 and NVIDIA H100 80GB HBM3" in finding.message
-    shares = {rank.label: round(rank.shares.tensor_core_fraction_of_all, 2) for rank in report.ranks}
-    assert shares == {"h100_vit.json.gz": 0.78, "a100_alexnet.json.gz": 0.17}
 
 
 @pytest.mark.parametrize("name", made.REAL)

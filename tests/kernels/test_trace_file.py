@@ -1,14 +1,10 @@
 """Public traces, compared with a brute-force reader: every event, every pair, no index."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
 import random
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -351,9 +347,3 @@ def test_two_traces_of_one_rank_are_both_read_with_a_note():
     assert "2 traces are of rank 0" in first.notes[-1]
     assert first.notes == second.notes
     assert not any("traces are of rank" in note for note in other.notes)
-
-
-def test_reading_needs_no_torch():
-    code = "import sys, mpinspect.kernels.trace; print(any(name in sys.modules for name in ('torch', 'matplotlib')))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

@@ -1,7 +1,5 @@
 """Attribution on synthetic traces: modules, forwards of backward nodes, phases, graphs, merged ranks, clocks."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files that are damaged, truncated or not traces; and JSON that is split at every position of a chunk."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import json

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import made_kernels
 import pytest
+import sessions
 from house import Import, imports, modules, room
 
 import mpinspect
@@ -159,6 +161,37 @@ def test_importing_the_package_stays_light():
     code = "import sys, mpinspect; print(' '.join(sys.modules))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"numpy", "rich", *HEAVY} & set(loaded)
+
+
+def test_counting_recording_and_reading_import_no_torch(tmp_path):
+    """All of it in one process, in which an attempt to import torch fails even where an ImportError would be caught."""
+    sessions.word_model().save(tmp_path)
+    code = """
+import sys
+class Refusing:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            raise SystemExit("torch is imported")
+sys.meta_path.insert(0, Refusing())
+folder, trace = sys.argv[1:]
+import mpinspect, numpy
+mpinspect.read_trace(trace)
+assert "matplotlib" not in sys.modules
+mpinspect.count_exponents(numpy.ones(3))
+recorder = mpinspect.Recorder()
+recorder.observe("x", {"a": numpy.ones(3)}, step=0)
+print(recorder.report())
+assert mpinspect.Session.load(folder).windows
+from mpinspect.integrations.tensorboard_runs import Runs
+runs = Runs({"": folder})
+assert b'"map"' in runs.answer(*runs.listing().runs)
+from mpinspect.commands import cli
+raise SystemExit(cli.main(["report", folder]))
+"""
+    words = [sys.executable, "-W", "error", "-c", code, tmp_path, made_kernels.TRACES / "h100_bert_small.json.gz"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Suggested loss scale" in done.stdout
 
 
 def test_names_stored_as_strings_exist():

@@ -1,7 +1,5 @@
 """The benchmarks' components, without measuring times."""
 
-from __future__ import annotations
-
 import blocks
 import counting
 import entrances
@@ -14,6 +12,7 @@ import overhead
 import pytest
 import torch
 import where_it_goes
+from trainings import take_step
 
 import mpinspect
 from mpinspect.ranges.capture import optimizer_steps
@@ -120,10 +119,7 @@ def test_every_contestant_runs(dtype):
 
 
 def scaled_step(model, optimizer, scaler):
-    optimizer.zero_grad()
-    scaler.scale(model(torch.randn(4, 8)).square().mean()).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    take_step(optimizer, model(torch.randn(4, 8)).square().mean(), scaler)
 
 
 def small():

@@ -7,8 +7,6 @@ file, and a ``diff`` block makes a new file from it. The command of a ``console`
 the page's commands or its other Python blocks must print the lines of each ``text`` block, in this order.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The examples run as scripts and print their documented results."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

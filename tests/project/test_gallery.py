@@ -1,7 +1,5 @@
 """The gallery of faults: its scripts, the findings that they state, and its generated page agree."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

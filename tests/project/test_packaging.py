@@ -1,7 +1,5 @@
 """Packaging: an editable install that type checkers and editors can follow, and the files of a wheel."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """``make gpu`` without a GPU: parts share the time, results survive, packages are unpacked, and a rehearsal runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """docs/performance.md agrees with the committed results, including missed targets and unmeasured ones."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The page's scripts: their types and sizes, and joining their modules."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The registry of faults agrees with the faults' sentences."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import pkgutil

@@ -1,7 +1,5 @@
 """No function of the package is longer than a screen, and few have many branches."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

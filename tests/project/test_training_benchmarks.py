@@ -1,7 +1,5 @@
 """The benchmarks that need a GPU: they print a message without one, and their toy sizes run on a CPU."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

@@ -1,13 +1,12 @@
 """Healthy networks that need no loss scaling get info findings only."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
@@ -57,9 +56,7 @@ def _train(model: nn.Module, steps: int = 60) -> RangeReport:
     with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(steps):
             batch = torch.randint(0, len(labels), (64,), generator=generator)
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
-            optimizer.step()
+            take_step(optimizer, nn.functional.cross_entropy(model(images[batch]), labels[batch]))
     return inspector.report()
 
 

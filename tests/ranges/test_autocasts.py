@@ -1,7 +1,5 @@
 """Findings on autocast: updates inside a region, and regions for another device."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from agreeing_reports import analyse
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector
 
@@ -23,9 +22,7 @@ def report(*, around=None, each=None, after_step=lambda: None, steps=6):
         for _ in range(steps):
             with each() if each else nullcontext():
                 loss = model(torch.randn(16, 8)).float().square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
             after_step()
     return analyse(inspector.session())
 

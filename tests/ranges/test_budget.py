@@ -1,7 +1,5 @@
 """A budget chooses the sampled and watched steps, so that the cost stays below a share of the training's own time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from trainings import take_step
 
 import mpinspect
 from mpinspect import Inspector, Session
@@ -242,9 +241,7 @@ def _trained(
     with inspector:
         for _ in range(steps):
             clock.now += 1.0
-            model(torch.randn(3, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.randn(3, 4)).sum())
     return inspector
 
 

@@ -1,11 +1,10 @@
 """StepClock decides where steps end."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
+from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.capture.steps import CallChoice, Schedule, StepClock
@@ -165,9 +164,7 @@ def train_recurrent(calls, steps=4, broken=-1, inspect=True):
     if inspect:
         inspector.attach()
     for step in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4), broken if step == steps - 1 else -1).sum().backward()
-        optimizer.step()
+        take_step(optimizer, model(torch.ones(2, 4), broken if step == steps - 1 else -1).sum())
     inspector.detach()
     return model, inspector
 

@@ -1,11 +1,10 @@
 """Rows become windows: scales are divided out, extremes are exact, and values may arrive a step late, as from a GPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector, count_exponents
 from mpinspect.counting import count, layout
@@ -168,9 +167,7 @@ def test_steps_do_not_wait_for_copies_from_the_device(monkeypatch: pytest.Monkey
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model) as inspector:
         for step in range(4):
-            optimizer.zero_grad()
-            model(torch.full((1, 2), float("nan") if step == 2 else 2.0**step)).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.full((1, 2), float("nan") if step == 2 else 2.0**step)).sum())
             if step == 2:
                 assert inspector._recording.events == []
         assert _LateCopy.asked > 0

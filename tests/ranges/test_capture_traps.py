@@ -1,7 +1,5 @@
 """Situations in which naive hooks fail, one test each."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc
@@ -26,6 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
+from trainings import take_step
 
 import mpinspect
 from mpinspect import Inspector, count_exponents
@@ -169,10 +168,8 @@ def _nested_training(layout: torch.layout, broken_step: int | None = None) -> tu
             rows = [torch.randn(length, 8) for length in (3, 5, 2)]
             if step == broken_step:
                 rows[1][0, 0] = math.inf
-            optimizer.zero_grad()
             parts = model(torch.nested.nested_tensor(rows, layout=layout)).unbind()
-            sum(part.square().mean() for part in parts).backward()
-            optimizer.step()
+            take_step(optimizer, sum(part.square().mean() for part in parts))
     return model, inspector
 
 
@@ -469,9 +466,7 @@ def test_every_nth_step_is_sampled() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, every=3, watch=False) as inspector:
         for _ in range(7):
-            model(torch.ones(1, 1)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.ones(1, 1)).sum())
     progress = inspector.session().progress
     assert (progress.steps, progress.sampled_steps) == (7, 3)
     assert weight(inspector, "weight").samples == gradient(inspector, "").samples == 3
@@ -802,9 +797,7 @@ def test_an_optimizer_step_that_calls_its_base_is_one_step() -> None:
     optimizer = StepsTwiceOver(model.parameters(), lr=0.1)
     with mpinspect.Inspector(model, capture=["weight_gradient", "update"]) as inspector:
         for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.ones(2, 4)).sum())
     session = inspector.session()
     assert session.progress.steps == 5
     assert {window.samples for window in session.totals().values()} == {5}
@@ -824,9 +817,7 @@ def test_a_parameter_list_that_is_never_called_adds_no_note() -> None:
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     with mpinspect.Inspector(parameters) as inspector:
         for _ in range(3):
-            optimizer.zero_grad()
-            parameters[0].square().sum().backward()
-            optimizer.step()
+            take_step(optimizer, parameters[0].square().sum())
     assert inspector.session().notes == ()
     assert inspector.session().progress.steps == 3
 

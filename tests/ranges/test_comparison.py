@@ -1,7 +1,5 @@
 """The comparison of two sessions: the compared steps, the first difference, the moved ranges, the sentences."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Code under torch.compile is unchanged by default and named in the report; an option runs it eagerly in sampled steps."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trainings import take_step
 
 import mpinspect
 from mpinspect import Inspector
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.session import Event, Progress, Session
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
@@ -172,10 +172,8 @@ def _train(way: Way, attached: str | None = None, backend: Any = None, **options
         batch = torch.randn(5, 4)
         state = {name: value.clone() for name, value in net.state_dict().items()}
         run.begun.append(({name.replace("_orig_mod.", ""): value for name, value in state.items()}, batch))
-        optimizer.zero_grad()
         loss = call(batch).square().sum()
-        loss.backward()
-        optimizer.step()
+        take_step(optimizer, loss)
         run.losses.append(loss.item())
     inspector.detach()
     run.session = inspector.session()
@@ -468,7 +466,7 @@ class Rooted(nn.Module):
         return self.last(torch.sqrt(self.first(x) * 0 + self.shift))
 
 
-def _broken_in_step_two(backend: Backend, **options: Any) -> mpinspect.RangeReport:
+def _broken_in_step_two(backend: Backend, **options: Any) -> RangeReport:
     net = Rooted()
     call = torch.compile(net, backend=backend)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -1,7 +1,5 @@
 """Which product computes in which format: the ledger, its line in the verdict, and the findings on conversions."""
 
-from __future__ import annotations
-
 import gc
 import time
 from dataclasses import replace
@@ -12,6 +10,7 @@ import torch
 from agreeing_reports import analyse
 from torch import nn
 from torchao_here import to_float8, to_mxfp8, torchao
+from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.numeric.recipes import RECIPES, Product, Products, recipe_of
@@ -56,9 +55,7 @@ def report(model, steps=3):
         for _ in range(steps):
             tokens = torch.randint(0, 64, (4, 16))
             loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
     return analyse(inspector.session())
 
 

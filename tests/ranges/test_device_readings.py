@@ -1,7 +1,5 @@
 """On a device, tensors are read in groups, and most of them only if a later value is not finite."""
 
-from __future__ import annotations
-
 import math
 import sys
 import threading
@@ -13,6 +11,7 @@ import torch
 from host_kernels import BYTES, LAUNCHES, READ, SPARED
 from networks import GPT, adamw, tokens
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.counting import reference
@@ -41,9 +40,7 @@ def _train(
 ) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(steps):
-        optimizer.zero_grad()
-        model(spoil(step, torch.randn(4, 8))).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(spoil(step, torch.randn(4, 8))).square().mean())
 
 
 def test_only_outputs_of_containers_are_read_between_samples_without_fp16() -> None:
@@ -67,9 +64,7 @@ def _step_of_a_gpt(layers: int) -> dict[str, int]:
     with Inspector(model, optimizers=optimizer, every=100):
         for _ in range(6):
             host_kernels.calls.clear()
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            take_step(optimizer, nn.functional.cross_entropy(model(x), y))
         return dict(host_kernels.calls)
 
 
@@ -108,10 +103,7 @@ def test_every_module_is_read_after_an_event() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with Inspector(model, every=100) as inspector:
         for step in range(9):
-            optimizer.zero_grad()
-            scaler.scale(model(count(step, torch.randn(4, 8))).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, model(count(step, torch.randn(4, 8))).square().mean(), scaler)
     named = [(event.step, event.module) for event in inspector.session().events]
     assert named == [(5, "1.3"), (6, "1.3.2"), (7, "1.3.2")]
     assert "modules inside it were not observed" in inspector.session().events[0].explanation

@@ -1,7 +1,5 @@
 """Runs each diagnosis on a training loop with its fault and on the same loop without it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math
@@ -14,6 +12,7 @@ import torch
 import torch.utils.checkpoint
 from agreeing_reports import analyse, contradictions
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector, MixedPrecision, Session
 from mpinspect.numeric.formats import as_format
@@ -38,7 +37,7 @@ def batches(steps: int, dtype: torch.dtype = torch.float32):
 
 def train(
     model,
-    optimizer,
+    optimizer=0.1,
     steps=12,
     scaler=None,
     dtype=torch.float32,
@@ -50,7 +49,16 @@ def train(
     batch_of=lambda step, x: x,
     second=False,
 ) -> RangeReport:
-    """Train, with the given parts of the loop replaced by those that cause a fault."""
+    """Train, with the given parts of the loop replaced by those that cause a fault.
+
+    Args:
+        optimizer: an optimizer, or the rate of SGD.
+        scaler: a scaler, or the initial scale of one.
+    """
+    if isinstance(optimizer, float):
+        optimizer = torch.optim.SGD(model.parameters(), lr=optimizer)
+    if isinstance(scaler, float):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scaler)
     loss_of = loss_of or (lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y))
     with Inspector(model, second=second) as inspector:
         for step, (x, y) in enumerate(batches(steps, dtype)):
@@ -125,10 +133,8 @@ def accumulation(broken):
 
 def initial_scale(broken):
     model = mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (24 if broken else 10))
     sums = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y, reduction="sum")  # noqa: E731
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return train(model, optimizer, steps=20, scaler=scaler, autocast=torch.float16, loss_of=sums)
+    return train(model, 1e-3, steps=20, scaler=2.0 ** (24 if broken else 10), autocast=torch.float16, loss_of=sums)
 
 
 def static_scale(broken):
@@ -157,23 +163,20 @@ def scaler_made_anew(broken):
                 scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
             with torch.autocast("cpu", torch.float16):
                 loss = (model(x).float() - 1e4 * broken).square().mean()
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, loss, scaler)
     return inspector.report()
 
 
 def no_scaler(broken):
     model = mlp()
     scaler = None if broken else torch.amp.GradScaler("cpu", init_scale=256.0)
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler, autocast=torch.float16)
+    return train(model, scaler=scaler, autocast=torch.float16)
 
 
 def scaler_in_bfloat16(broken):
     model = mlp()
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=broken)
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler, autocast=torch.bfloat16)
+    return train(model, scaler=scaler, autocast=torch.bfloat16)
 
 
 def shared_scaler(broken):
@@ -195,11 +198,9 @@ def shared_scaler(broken):
 
 def recurring(broken):
     model = mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     factor = lambda step: 1e6 if broken and step % 6 == 4 else 1.0  # noqa: E731
     loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y) * factor(step)  # noqa: E731
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return train(model, optimizer, steps=40, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+    return train(model, 1e-3, steps=40, scaler=2.0**8, autocast=torch.float16, loss_of=loss_of)
 
 
 def regulariser(broken, first=7):
@@ -208,8 +209,7 @@ def regulariser(broken, first=7):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 if broken else 19), growth_interval=4)
     factor = lambda step: 1e30 if broken and step % 10 == first else 1.0  # noqa: E731
     loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y) * factor(step)  # noqa: E731
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    report = train(model, optimizer, steps=40, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+    report = train(model, 1e-3, steps=40, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
     assert report.session.progress.skipped_steps >= 4
     return report
 
@@ -227,20 +227,15 @@ def new_scaler_each_epoch(broken):
                     scaler.load_state_dict(state)
             with torch.autocast("cpu", torch.float16):
                 loss = nn.functional.cross_entropy(model(x).float(), y, reduction="sum")
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, loss, scaler)
             state = scaler.state_dict()
     return inspector.report()
 
 
 def broken_forward(broken):
     model = mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
     batch_of = lambda step, x: x * (1e6 if broken and step >= 3 else 1.0)  # noqa: E731
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return train(model, optimizer, scaler=scaler, autocast=torch.float16, batch_of=batch_of)
+    return train(model, 1e-3, scaler=2.0**8, autocast=torch.float16, batch_of=batch_of)
 
 
 def clipped_scaled(broken):
@@ -266,8 +261,7 @@ def clipped_to_zero(broken):
             parameter.grad /= norm
 
     loss_of = lambda model, x, y, step: 3e3 * nn.functional.cross_entropy(model(x).float(), y)  # noqa: E731
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return train(model, optimizer, dtype=torch.float16, loss_of=loss_of, before_step=clip)
+    return train(model, 1e-3, dtype=torch.float16, loss_of=loss_of, before_step=clip)
 
 
 def zeroed(broken):
@@ -288,14 +282,12 @@ def replaced(broken):
         loss = nn.functional.cross_entropy(model(x), y)
         return loss + (0 * model[0].weight.sum()).sqrt() if step == 4 else loss
 
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of, before_step=replace)
+    return train(model, loss_of=loss_of, before_step=replace)
 
 
 def replaced_by_hook(broken, *, late=False):
     """Replace infinities in hooks; with ``broken=False`` the scale is low, so the hooks only clamp finite gradients."""
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (24 if broken else 6))
 
     def hook():
         for parameter in model.parameters():
@@ -309,7 +301,9 @@ def replaced_by_hook(broken, *, late=False):
     if not late:
         hook()
     sums = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y, reduction="sum")  # noqa: E731
-    return train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=sums, batch_of=batch_of)
+    return train(
+        model, 1e-3, scaler=2.0 ** (24 if broken else 6), autocast=torch.float16, loss_of=sums, batch_of=batch_of
+    )
 
 
 replaced_by_late_hook = functools.partial(replaced_by_hook, late=True)
@@ -326,14 +320,13 @@ class Branches(nn.Module):
 
 def stale(broken):
     model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def zero_grad(step):
         used = model.right if step % 2 else model.left
         (used if broken else model).zero_grad()
 
     loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x, step), y)  # noqa: E731
-    return train(model, optimizer, loss_of=loss_of, zero_grad=zero_grad)
+    return train(model, loss_of=loss_of, zero_grad=zero_grad)
 
 
 def never_zeroed(broken):
@@ -448,7 +441,7 @@ def missing(broken):
     loss_of = lambda model, x, y, step: nn.functional.cross_entropy(  # noqa: E731
         model[2](model[1](model[0](x)).detach() if broken else model[1](model[0](x))), y
     )
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+    return train(model, loss_of=loss_of)
 
 
 def missing_under_checkpoints(broken):
@@ -460,7 +453,7 @@ def missing_under_checkpoints(broken):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+        return train(model, loss_of=loss_of)
 
 
 def replaced_behind_the_optimizer(broken):
@@ -485,7 +478,7 @@ def nan_in_batch(broken):
         return x
 
     model = mlp()
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_of=batch_of)
+    return train(model, batch_of=batch_of)
 
 
 class Scores(nn.Module):
@@ -506,7 +499,7 @@ def masked_row(broken):
         mask[7] = broken and step == 3
         return nn.functional.cross_entropy(model(x, mask), y)
 
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+    return train(model, loss_of=loss_of)
 
 
 class Masked(nn.Module):
@@ -545,8 +538,7 @@ def mask_given_to_blocks(broken):
         mask[7] = -torch.inf if broken and step == 3 else mask[7]
         return nn.functional.cross_entropy(model(x, mask).float(), y)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return train(model, optimizer, loss_of=loss_of, dtype=torch.bfloat16)
+    return train(model, loss_of=loss_of, dtype=torch.bfloat16)
 
 
 def infinity_beside_a_mask(broken):
@@ -557,7 +549,7 @@ def infinity_beside_a_mask(broken):
         x[3, 2] = -torch.inf if broken and step == 4 else x[3, 2]
         return nn.functional.cross_entropy(model(x, causal().masked_fill(causal() < 0, -torch.inf)), y)
 
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+    return train(model, loss_of=loss_of)
 
 
 def zero_row(broken):
@@ -567,7 +559,7 @@ def zero_row(broken):
         made = torch.relu(model[0](x)) * (0.0 if broken and step == 4 else 1.0)
         return nn.functional.cross_entropy(model[2](made / (made.sum(-1, keepdim=True) + (0 if broken else 1e-6))), y)
 
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.01), loss_of=loss_of)
+    return train(model, 0.01, loss_of=loss_of)
 
 
 class NormedRows(torch.autograd.Function):
@@ -612,15 +604,14 @@ def logarithm(broken):
         return -(chosen + (0 if broken else 1e-9)).log().mean()
 
     model = mlp()
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+    return train(model, loss_of=loss_of)
 
 
 def exploding(broken):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
     loss_of = lambda model, x, y, step: (model(x)[:, 0] - y).square().mean()  # noqa: E731
-    optimizer = torch.optim.SGD(model.parameters(), lr=3.0 if broken else 1e-3)
-    return train(model, optimizer, loss_of=loss_of)
+    return train(model, 3.0 if broken else 1e-3, loss_of=loss_of)
 
 
 def statistics(broken):
@@ -629,7 +620,7 @@ def statistics(broken):
     dtype = torch.float16 if broken else torch.float32
     model.to(dtype)
     batch_of = lambda step, x: 1e3 * x  # noqa: E731
-    return train(model, torch.optim.SGD(model.parameters(), lr=1e-4), dtype=dtype, batch_of=batch_of)
+    return train(model, 1e-4, dtype=dtype, batch_of=batch_of)
 
 
 def stuck_statistics(broken):
@@ -637,7 +628,7 @@ def stuck_statistics(broken):
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=1e-4), nn.Tanh(), nn.Linear(16, 4))
     dtype = torch.bfloat16 if broken else torch.float32
     model.to(dtype)
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=dtype)
+    return train(model, dtype=dtype)
 
 
 def class_weight(broken):
@@ -649,7 +640,7 @@ def class_weight(broken):
             weight[2] = torch.inf if broken else 2.0
         return nn.functional.cross_entropy(model(x), y, weight=weight)
 
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+    return train(model, loss_of=loss_of)
 
 
 def half_loss_scaled(broken):
@@ -660,9 +651,7 @@ def half_loss_scaled(broken):
         made = model(x)
         return ((made if broken else made.float()) * 300).square().mean()
 
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**-8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    return train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=loss_of, second=[0])
+    return train(model, 1e-9, scaler=2.0**-8, autocast=torch.float16, loss_of=loss_of, second=[0])
 
 
 class Positions(nn.Module):
@@ -685,7 +674,7 @@ class WithPositions(nn.Module):
 
 def positions(broken):
     model = WithPositions(torch.bfloat16 if broken else torch.float32)
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), second=[0])
+    return train(model, second=[0])
 
 
 class Router(nn.Module):
@@ -702,7 +691,7 @@ class Router(nn.Module):
 def ties(broken):
     torch.manual_seed(5)
     model = Router(torch.bfloat16 if broken else torch.float32)
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), second=[0])
+    return train(model, second=[0])
 
 
 class WideRouter(nn.Module):
@@ -723,7 +712,7 @@ def chosen_in_float32(chosen):
     def loop(broken):
         torch.manual_seed(5)
         model = WideRouter(torch.bfloat16 if broken else torch.float32, chosen)
-        return train(model, torch.optim.SGD(model.parameters(), lr=0.1), second=[0])
+        return train(model, second=[0])
 
     return loop
 
@@ -766,7 +755,7 @@ def rotated(made, kind=Attention, dtype=torch.bfloat16):
     def loop(broken):
         torch.manual_seed(6)
         model = Rotated(made if broken else lambda length: 1000.0 + torch.arange(length), kind)
-        return train(model, torch.optim.SGD(model.parameters(), lr=1e-3), autocast=dtype, second=[0])
+        return train(model, 1e-3, autocast=dtype, second=[0])
 
     return loop
 
@@ -800,7 +789,7 @@ class Denoiser(nn.Module):
 def timesteps_cast_inside(broken):
     model = Denoiser(broken)
     loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x, torch.randint(0, 1000, (32,))), y)  # noqa: E731
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of, second=[0])
+    return train(model, loss_of=loss_of, second=[0])
 
 
 def divergence(of, summed):
@@ -818,8 +807,7 @@ def divergence(of, summed):
             policy = -(torch.linspace(-1, 1, 32) * log_p.gather(1, y[:, None])[:, 0]).mean()
             return summed(policy, of(log_p, log_q))
 
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return train(model, optimizer, autocast=torch.bfloat16, loss_of=loss_of, second=[1])
+        return train(model, autocast=torch.bfloat16, loss_of=loss_of, second=[1])
 
     return loop
 
@@ -846,8 +834,7 @@ def margin(of):
                 log_p, log_q = log_p.bfloat16(), log_q.bfloat16()
             return -nn.functional.logsigmoid(of(log_p.sum(-1), log_q.sum(-1))).mean()
 
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return train(model, optimizer, autocast=torch.bfloat16, loss_of=loss_of, second=[1])
+        return train(model, autocast=torch.bfloat16, loss_of=loss_of, second=[1])
 
     return loop
 
@@ -874,7 +861,7 @@ def routed(weigh):
     def loop(broken):
         torch.manual_seed(5)
         model = Experts(torch.bfloat16 if broken else torch.float32, weigh)
-        return train(model, torch.optim.SGD(model.parameters(), lr=0.1), second=[0])
+        return train(model, second=[0])
 
     return loop
 
@@ -957,15 +944,13 @@ def test_gradients_replaced_by_a_hook_are_the_first_finding(loop):
 
 def test_infinities_stopped_by_a_relu_are_not_reported_as_replaced():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
 
     def loss_of(model, x, y, step):
         hidden = model[1](model[0](x) - 100.0)
         # At zero the square root's derivative is infinite, and the ReLU before it passes no gradient.
         return nn.functional.cross_entropy(model[2](hidden).float(), y) + hidden.float().sqrt().sum()
 
-    report = train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+    report = train(model, 1e-3, scaler=2.0**6, autocast=torch.float16, loss_of=loss_of)
     assert report.events
     assert not [finding for finding in report.findings if finding.id == "gradients-replaced"]
 
@@ -1007,14 +992,13 @@ def stepped_scaled(broken):
 def unscaled_by_hand_too(broken):
     """Unscale the gradients a second time by hand; with ``broken=False`` divide them by a number of micro-batches."""
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
 
     def by_hand(step):
         for parameter in model.parameters():
             parameter.grad /= scaler.get_scale() if broken else 4.0
 
-    return train(model, optimizer, scaler=scaler, autocast=torch.float16, before_step=by_hand)
+    return train(model, scaler=scaler, autocast=torch.float16, before_step=by_hand)
 
 
 def unscaled_each_micro_batch(broken):
@@ -1084,7 +1068,7 @@ def targets_of(make):
                 target[3, 1] = float("nan")
             return make(model(x), target)
 
-        return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+        return train(model, loss_of=loss_of)
 
     return loop
 
@@ -1117,7 +1101,7 @@ def ignored_targets(broken):
         ignored = torch.full_like(y, -100)
         return nn.functional.cross_entropy(model(x), ignored if broken and step == 5 else y)
 
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+    return train(model, loss_of=loss_of)
 
 
 def test_an_overflow_in_the_model_is_not_attributed_to_the_targets():
@@ -1127,7 +1111,7 @@ def test_an_overflow_in_the_model_is_not_attributed_to_the_targets():
     def loss_of(model, x, y, step):
         return ((model(x) * 60000).float() * 60000 - torch.ones(32, 4)).pow(2).mean()
 
-    report = train(model, torch.optim.SGD(model.parameters(), lr=0.0), dtype=torch.float16, loss_of=loss_of)
+    report = train(model, 0.0, dtype=torch.float16, loss_of=loss_of)
     assert not [finding for finding in report.findings if finding.id == "batch-not-finite"]
 
 
@@ -1156,9 +1140,7 @@ def two_branches(broken, model=None):
         large, small = model(x)
         return large.float().mul(300).sub(9).square().mean() + weight * nn.functional.cross_entropy(small.float(), y)
 
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    return train(model, optimizer, steps=20, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+    return train(model, 1e-9, steps=20, scaler=2.0**12, autocast=torch.float16, loss_of=loss_of)
 
 
 def silent_branch(broken):
@@ -1170,9 +1152,7 @@ def silent_branch(broken):
         large, small = model(x)
         return large.float().square().mean() + weight * nn.functional.cross_entropy(small.float(), y)
 
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return train(model, optimizer, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+    return train(model, 1e-3, scaler=2.0**4, autocast=torch.float16, loss_of=loss_of)
 
 
 def never_stepped(broken):
@@ -1243,7 +1223,7 @@ def test_an_infinite_derivative_is_no_overflow_of_bf16():
         made = model(x).float()
         return made.square().mean() + ((made - made.detach()).square().sum().sqrt() if step == 5 else 0)
 
-    report = train(model, torch.optim.SGD(model.parameters(), lr=0.0), dtype=torch.bfloat16, loss_of=loss_of)
+    report = train(model, 0.0, dtype=torch.bfloat16, loss_of=loss_of)
     assert [event.phase for event in report.events][:1] == ["backward"]
     assert report.loss_scale.needed is False
 
@@ -1273,7 +1253,7 @@ class Normalized(nn.Module):
 def test_a_nan_that_a_module_computes_from_a_finite_batch_is_not_attributed_to_the_batch():
     model = nn.Sequential(Normalized())
     batch_of = lambda step, x: x.abs() if step < 5 else torch.zeros_like(x)  # noqa: E731
-    report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_of=batch_of)
+    report = train(model, batch_of=batch_of)
     assert report.events[0].step == 5
     assert named(report, "batch-not-finite") == []
 
@@ -1527,10 +1507,8 @@ def test_gradients_averaged_by_hand_do_not_count_as_unscaled():
 
 def test_a_scale_at_which_no_step_was_taken_is_not_recommended():
     model = mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     sums = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y, reduction="sum")  # noqa: E731
-    report = train(model, optimizer, steps=4, scaler=scaler, autocast=torch.float16, loss_of=sums)
+    report = train(model, 1e-3, steps=4, scaler=2.0**24, autocast=torch.float16, loss_of=sums)
     assert report.session.progress.skipped_steps == 4
     (said,) = named(report, "initial-scale-too-high")
     assert (said.evidence["settled"], said.evidence["at_most"]) == (None, 2.0**20)
@@ -1570,10 +1548,7 @@ def test_a_second_loss_with_another_scale_is_no_fall_of_the_first_scale(unscaled
             if unscaled != "between" or step % 2 == 0:
                 with torch.autocast("cpu", torch.float16):
                     out = model(x)
-                optimizers[0].zero_grad()
-                scalers[0].scale(nn.functional.cross_entropy(out.float(), y)).backward()
-                scalers[0].step(optimizers[0])
-                scalers[0].update()
+                take_step(optimizers[0], nn.functional.cross_entropy(out.float(), y), scalers[0])
             if unscaled != "between" or step % 2:
                 loss = nn.functional.cross_entropy(alone(x[:, :4]), y)
                 optimizers[1].zero_grad()
@@ -1709,9 +1684,7 @@ def test_frozen_modules_do_not_affect_the_gradients_precision(tower):
             rows = torch.randint(0, 50, (16,))
             with torch.autocast("cpu", torch.bfloat16):
                 scores = model[1:](features(rows).float())
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(scores.float(), rows % 4).backward()
-            optimizer.step()
+            take_step(optimizer, nn.functional.cross_entropy(scores.float(), rows % 4))
     report = inspector.report()
     assert (inspector.session().progress.scale_known, report.format) == (True, "bfloat16")
     assert report.loss_scale.available
@@ -1722,7 +1695,7 @@ def test_frozen_modules_do_not_affect_the_gradients_precision(tower):
 def test_a_module_that_never_ran_is_an_info_finding():
     model = nn.Sequential(*mlp(), nn.Linear(4, 4))
     loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model[:3](x), y)  # noqa: E731
-    report = train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_of=loss_of)
+    report = train(model, loss_of=loss_of)
     (said,) = [finding for finding in report.findings if finding.id == "gradients-missing"]
     assert (said.severity, said.layer, report.verdict.healthy) == ("info", "3.weight", True)
     assert "did not run" in said.message
@@ -1906,7 +1879,7 @@ def test_moments_are_not_mistaken_for_rounding_errors(moments, weights):
 def test_a_single_weight_stored_in_16_bits_is_named():
     model = mlp()
     model[2].bias.data = model[2].bias.data.bfloat16() + 4
-    report = train(model, torch.optim.SGD(model.parameters(), lr=1e-3), autocast=torch.bfloat16)
+    report = train(model, 1e-3, autocast=torch.bfloat16)
     (said,) = named(report, "updates-lost")
     assert said.message == "'2.bias' is stored in BF16, and rounding loses 100% of its updates."
     assert said.code == "# before the optimizer is made\nmodel.float()"
@@ -1970,7 +1943,7 @@ def test_nans_before_a_softmax_are_not_attributed_to_a_mask():
 def test_operators_other_than_a_choice_of_the_largest_have_no_router_ties(choose):
     torch.manual_seed(7)
     model = Choosing(choose)
-    quiet(train(model, torch.optim.SGD(model.parameters(), lr=0.1), second=[0]), "router-ties")
+    quiet(train(model, second=[0]), "router-ties")
 
 
 @pytest.mark.skipif(
@@ -1994,7 +1967,7 @@ def test_reading_the_graph_does_not_recompute_checkpoints():
         made = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=False)
         return nn.functional.cross_entropy(model[1](made), y)
 
-    train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=5, loss_of=loss_of)
+    train(model, steps=5, loss_of=loss_of)
     assert len(calls) == 2 * 5
 
 
@@ -2239,8 +2212,7 @@ def test_an_error_while_finding_masters_does_not_stop_the_training(monkeypatch):
 )
 def test_a_disabled_scaler_in_fp16_is_named(settings, said, code):
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    report = train(model, optimizer, scaler=torch.amp.GradScaler(**settings), autocast=torch.float16)
+    report = train(model, 1e-3, scaler=torch.amp.GradScaler(**settings), autocast=torch.float16)
     assert contradictions(report) == []
     (finding,) = named(report, "scaler-missing-in-float16")
     assert said in finding.message
@@ -2251,6 +2223,5 @@ def test_a_disabled_scaler_in_fp16_is_named(settings, said, code):
 
 def test_a_disabled_scaler_in_bf16_is_no_finding():
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    report = train(model, optimizer, scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=torch.bfloat16)
+    report = train(model, 1e-3, scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=torch.bfloat16)
     assert report.verdict.healthy is True

@@ -20,6 +20,7 @@ from typing import Any
 import made_sessions as made
 import pytest
 import torch
+from trainings import take_step
 
 import mpinspect
 from mpinspect.integrations.inspecting import InspectsTraining
@@ -264,9 +265,7 @@ def test_disk_errors_do_not_change_the_training(tmp_path: Path, monkeypatch: pyt
         inspector = mpinspect.Inspector(model, optimizers=optimizer, log_dir=log_dir)
         with inspector:
             for _ in range(3):
-                model(torch.randn(3, 4)).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer, model(torch.randn(3, 4)).square().sum())
         assert inspector.report().session.progress.steps == 3
         return [parameter.detach() for parameter in model.parameters()]
 

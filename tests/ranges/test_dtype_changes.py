@@ -1,13 +1,12 @@
 """Dtypes that become narrower in a run: of the weights between two steps, and of states that an optimizer loads."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from agreeing_reports import contradictions
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
@@ -105,9 +104,7 @@ def test_a_second_phase_with_an_optimizer_of_its_own_is_no_finding():
         for dtype in (torch.float32, torch.bfloat16):
             optimizer = sgd(model.to(dtype))
             for _ in range(6):
-                optimizer.zero_grad()
-                model(torch.randn(16, 8).to(dtype)).float().square().mean().backward()
-                optimizer.step()
+                take_step(optimizer, model(torch.randn(16, 8).to(dtype)).float().square().mean())
     assert named(inspector.report(), "model-converted") == []
 
 
@@ -145,9 +142,7 @@ def load_and_train(dtype=torch.bfloat16, after_loading=lambda optimizer, saved: 
             if step == 5:
                 optimizer.load_state_dict(saved)
                 after_loading(optimizer, saved)
-            optimizer.zero_grad()
-            model(torch.randn(16, 8).to(dtype)).float().square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.randn(16, 8).to(dtype)).float().square().mean())
     return inspector.report()
 
 

@@ -1,7 +1,5 @@
 """Reports on broken runs with little evidence: weights that broke in unwatched steps, the loss, a scale that is too large."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys
@@ -14,6 +12,7 @@ import pytest
 import torch
 from agreeing_reports import analyse
 from torch import nn
+from trainings import inspected, take_step
 
 from mpinspect import Inspector, Session
 from mpinspect.ranges.analysis.first_line import first_line
@@ -45,10 +44,8 @@ def _trained(
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     with Inspector(model, optimizers=optimizer, **options) as inspector:
         for step in range(steps):
-            optimizer.zero_grad()
             loss = model(torch.ones(3, 4)).square().mean()
-            (broken(loss) if step == broken_at else loss).backward()
-            optimizer.step()
+            take_step(optimizer, broken(loss) if step == broken_at else loss)
     return inspector
 
 
@@ -83,9 +80,7 @@ def test_weights_that_broke_in_a_step_unwatched_under_a_budget_are_an_error() ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer, max_overhead=0.02) as inspector:
         for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.ones(3, 4)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.ones(3, 4)).square().mean())
         with torch.no_grad():
             model[2].bias.fill_(math.inf)
     finding = _the_finding(inspector)
@@ -139,10 +134,7 @@ def test_broken_weights_are_reported_after_a_harmless_event() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with Inspector(model, optimizers=optimizer) as inspector:
         for step in range(2):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.ones(3, 4)).mean() * (math.inf if step == 0 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, model(torch.ones(3, 4)).mean() * (math.inf if step == 0 else 1.0), scaler)
         with torch.no_grad():
             model[2].bias.fill_(math.nan)
     events = inspector.session().events
@@ -279,10 +271,7 @@ def _scaled(
             with torch.autocast("cpu", torch.float16):
                 output = model(torch.full((16, 4), 6e4) if large(step) else torch.randn(16, 4))
                 loss = loss_of(step, output)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, loss, scaler)
     return inspector
 
 
@@ -361,9 +350,9 @@ def test_a_parameter_multiplied_by_a_masks_infinity_is_named(operator: str) -> N
         for step in range(4):
             mask = torch.zeros(5, 6, dtype=torch.bool)
             mask[2, 4:] = step >= 2
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(torch.randn(5, 4), mask), torch.zeros(5, dtype=torch.long)).backward()
-            optimizer.step()
+            take_step(
+                optimizer, nn.functional.cross_entropy(model(torch.randn(5, 4), mask), torch.zeros(5, dtype=torch.long))
+            )
     cause, *others = inspector.report().findings
     assert (cause.id, cause.severity, cause.step) == ("argument-out-of-range", "error", 2)
     assert cause.evidence["operator"].startswith(f"a {operator} of an infinity")
@@ -379,22 +368,17 @@ def test_a_masks_infinity_without_a_non_finite_gradient_is_no_cause() -> None:
     mask[2, 4:] = True
     with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(3):
-            optimizer.zero_grad()
             scores = model(torch.randn(5, 4)).masked_fill(mask, -math.inf) / 0.5
-            nn.functional.cross_entropy(scores, torch.zeros(5, dtype=torch.long)).backward()
-            optimizer.step()
+            take_step(optimizer, nn.functional.cross_entropy(scores, torch.zeros(5, dtype=torch.long)))
     assert inspector.report().verdict.healthy
 
 
 def test_a_run_of_infinite_losses_alone_names_the_loss() -> None:
     model = _network()
     scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for _ in range(3):
-            scaler.scale(model(torch.ones(3, 4)).mean() * math.inf).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+    inspector = inspected(
+        model, lambda _: model(torch.ones(3, 4)).mean() * math.inf, 3, optimizer=optimizer, scaler=scaler
+    )
     finding = next(each for each in inspector.report().findings if each.id == "non-finite-event")
     assert (
         "The forward was not finite in each of the 3 steps: first in step 0, where the loss held an inf"
@@ -564,12 +548,9 @@ def test_a_run_with_every_step_skipped_names_the_first_overflow(steps: int, word
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.ones(3, 4)).square().mean() * 4).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    inspector = inspected(
+        model, lambda _: model(torch.ones(3, 4)).square().mean() * 4, steps, optimizer=optimizer, scaler=scaler
+    )
     verdict = inspector.report().verdict
     assert verdict.healthy is None
     assert words in str(verdict)
@@ -648,9 +629,7 @@ def test_a_forward_overflow_due_to_large_weights_is_reported_with_their_maximum(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, optimizers=optimizer) as inspector:
         for step in range(3):
-            optimizer.zero_grad()
-            model(torch.full((3, 4), 1e20)).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.full((3, 4), 1e20)).sum())
             if step == 1:
                 with torch.no_grad():
                     model[0].weight.fill_(1e28)

@@ -1,7 +1,5 @@
 """The map of the page: what its script works out is what Python does, and a browser shows it."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from trainings import take_step
 
 from mpinspect import Inspector, Session
 from mpinspect.counting import fastest
@@ -141,9 +142,7 @@ def _train(model: nn.Module, inspect: bool, kinds: tuple[str, ...] = KINDS) -> t
         inspector.attach()
     torch.manual_seed(1)
     for _ in range(STEPS):
-        optimizer.zero_grad()
-        model(torch.randn(5, 4)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(torch.randn(5, 4)).square().mean())
     if inspect:
         inspector.detach()
     return inspector.session(), [_unwrapped(parameter).clone() for parameter in model.parameters()]
@@ -373,10 +372,8 @@ def test_a_magnitude_that_cannot_be_copied_does_not_stop_the_watch(monkeypatch: 
         model[0].bias.fill_(0.5)
     with Inspector(model, capture=()) as inspector:
         for step in range(STEPS):
-            optimizer.zero_grad()
             y = model(torch.randn(5, 4)).sum()
-            (y * torch.inf if step == STEPS - 1 else y).backward()
-            optimizer.step()
+            take_step(optimizer, y * torch.inf if step == STEPS - 1 else y)
     session = inspector.session()
     assert [(event.step, event.phase, event.what) for event in session.events] == [(STEPS - 1, "forward", "loss")]
     assert any("the activation of '0' could not be watched" in note and "planted" in note for note in session.notes)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import SUBJECTS, Subject
 from torch import nn
+from trainings import take_step
 
 import mpinspect
 from mpinspect import Inspector
@@ -107,10 +108,7 @@ def _train(subject: Subject, plant: Plant, planted_at: int = PLANTED_AT) -> None
     for step in range(planted_at + 2):
         plant.armed = step == planted_at
         loss = subject.loss(subject.model, subject.batch())
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(optimizer, loss, scaler)
 
 
 FORWARD_PLANTS = ("output", "forward_hook")
@@ -227,9 +225,7 @@ def test_weight_gradients_are_watched_without_a_scaler() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model, every=50) as inspector:
         for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.ones(2, 4)).sum())
     first = inspector.session().events[0]
     assert (first.phase, first.what, first.tensor) == ("backward", "weight_gradient", "weight")
 
@@ -245,9 +241,7 @@ def test_an_infinite_mask_is_reported_once_as_harmless() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model) as inspector:
         for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(4, 4)).square().sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.randn(4, 4)).square().sum())
     (event,) = inspector.session().events
     assert event.module == "1"
     assert event.gradients_finite is True
@@ -284,11 +278,8 @@ def test_a_model_that_returns_a_mask_does_not_excuse_the_loss() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     with Inspector(model) as inspector:
         for step in range(3):
-            optimizer.zero_grad()
             loss = model(torch.randn(4, 4)).softmax(-1).square().sum()
-            scaler.scale(loss + (math.inf if step == 2 else 0.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, loss + (math.inf if step == 2 else 0.0), scaler)
     told = [(event.step, event.what, event.module) for event in inspector.session().events]
     assert told == [(0, "activation", "1"), (2, "loss", "")]
 
@@ -351,10 +342,7 @@ def test_overflows_while_the_scaler_finds_its_scale_are_info_findings() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     with Inspector(model) as inspector:
         for _ in range(12):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.ones(2, 4)).square().mean() * 1e3).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, model(torch.ones(2, 4)).square().mean() * 1e3, scaler)
     report = inspector.report()
     assert report.session.progress.skipped_steps >= 4
     assert {finding.severity for finding in report.findings if finding.id == "non-finite-event"} == {"info"}
@@ -422,9 +410,7 @@ def test_a_weight_that_is_already_nan_is_named() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model) as inspector:
         for step in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.ones(2, 4)).sum())
             if step == 0:
                 with torch.no_grad():
                     model[1].weight[0, 0] = math.nan
@@ -469,9 +455,7 @@ def test_weights_that_became_nan_later_in_the_step_are_not_the_culprit() -> None
     with Inspector(model) as inspector:
         for step in range(5):
             finite.append(all(bool(weight.isfinite().all()) for weight in model.parameters()))
-            optimizer.zero_grad()
-            model(torch.randn(8, 4), 0.0 if step == 3 else 1.0).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.randn(8, 4), 0.0 if step == 3 else 1.0).sum())
     assert finite == [True] * 4 + [False]
     event = inspector.session().events[0]
     assert (event.step, event.phase, event.module) == (3, "forward", "")

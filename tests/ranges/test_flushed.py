@@ -1,11 +1,10 @@
 """FP16 gradients that flush where no count shows it: divided by the loop in FP16, or returned by torch.autograd.grad."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from agreeing_reports import analyse
 from torch import nn
+from trainings import inspected, take_step
 
 from mpinspect import Inspector
 
@@ -94,10 +93,7 @@ def asked(size, *, scale=1.0, dtype=torch.float16, of_weight=True, steps=6):
             (gradient,) = torch.autograd.grad(
                 output.mean() * size * scale, model[2].weight if of_weight else x, retain_graph=True
             )
-            optimizer.zero_grad()
-            scaler.scale(output.square().mean() * (1 + (gradient / scale).norm().clamp(max=1))).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, output.square().mean() * (1 + (gradient / scale).norm().clamp(max=1)), scaler)
     return by_id(inspector)
 
 
@@ -160,10 +156,7 @@ def test_a_penalty_before_the_scalers_first_use_leaves_the_scale_known():
             with torch.autocast("cpu", torch.float16):
                 output = model(x).float()
             (gradient,) = torch.autograd.grad(output.sum() * scale, x, create_graph=True)
-            optimizer.zero_grad()
-            scaler.scale(output.square().mean() + (gradient / scale).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, output.square().mean() + (gradient / scale).square().mean(), scaler)
     session = inspector.session()
     assert session.progress.scale_known
     assert not [finding for finding in analyse(session).findings if finding.severity != "info"]
@@ -194,12 +187,7 @@ def of_small_adam(dtype, *, size=0.01, eps=1e-8):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = SmallAdam(model.parameters(), dtype, eps)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for _ in range(6):
-            optimizer.zero_grad()
-            (model(torch.randn(16, 8)).square().mean() * size).backward()
-            optimizer.step()
-    return by_id(inspector)
+    return by_id(inspected(model, lambda _: model(torch.randn(16, 8)).square().mean() * size, 6, optimizer=optimizer))
 
 
 def test_squares_that_an_optimizers_float16_state_flushes_are_reported():
@@ -287,13 +275,7 @@ def cast(dtype=torch.float8_e4m3fn, *, is_scaled=False, size=1e-5, spread=0.0, h
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), head(dtype, is_scaled))
     weights = torch.full((16, 1), size)
     weights[0] += spread
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer, second=True) as inspector:
-        for _ in range(12):
-            optimizer.zero_grad()
-            (model(torch.randn(16, 8)).sin() * weights).sum().backward()
-            optimizer.step()
-    return by_id(inspector)
+    return by_id(inspected(model, lambda _: (model(torch.randn(16, 8)).sin() * weights).sum(), 12, second=True))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The first screen of a page: what it says without scripts, and what a browser shows of it."""
 
-from __future__ import annotations
-
 import html as markup
 import re
 from dataclasses import replace
@@ -21,11 +19,13 @@ from mpinspect.ranges import analyse as analysing
 from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.first_line import gravest
 from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.records import LeftOver
 from mpinspect.ranges.session import Precision, TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
 from mpinspect.reporting.finding import SEVERITIES_EXPLAINED
 from mpinspect.reporting.forms import document, render
+from mpinspect.reporting.words import percent
 from mpinspect.run.diff import DiffReport, diff
 from mpinspect.run.diff.report import ModelDiff, Side
 from mpinspect.run.report import ModelPart, RunReport, by_module
@@ -588,7 +588,7 @@ def test_a_culprit_that_was_not_counted_has_the_only_coloured_row(browser: Any, 
     assert page.get_attribute(".explorer tr.chosen", "data-name") == "blocks.1.fc1"
     page.click("text=show the whole run")
     assert page.locator(".explorer td.error").count() == 0
-    assert page.locator(".explorer td.dim:text('NaN')").count() == 6
+    assert page.locator(".explorer td.dim:text('○')").count() == 6
     assert page.troubles == []
 
 
@@ -645,6 +645,98 @@ def test_without_a_loss_scale_the_steps_show_the_largest_magnitude(browser: Any,
         assert page.locator(".explorer rect.since").count() == 0
 
 
+def test_gradients_that_add_up_have_a_curve_of_their_sum(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    held = [LeftOver(step=step, parameters=6, of=6, largest=2.0**at) for step, at in ((1, -3), (2, -1), (4, 1))]
+    scaled = replace(broken(nan_from=99), events=(), measurements=tuple(each.measurement() for each in held))
+    bare = replace(scaled, progress=replace(scaled.progress, scales=()))
+    for session, sums in ((bare, ["step 1: 2⁻³", "step 2: 2⁻¹", "step 4: 2¹"]), (scaled, [])):
+        page = opened(browser, of_run(session).save(tmp_path / "a.html"), viewport=SCREEN)
+        steps = page.locator(".explorer figure.steps")
+        assert steps.locator("rect.held title").all_text_contents() == sums
+        # A loss scale has an axis of its own.
+        assert ("largest magnitude in .grad, their sum" in steps.text_content()) is bool(sums)
+        assert page.text_content(".explorer .opening").endswith(
+            "The map shows each backward's own gradients; the optimizer takes .grad, the sum of all so far."
+        )
+        assert page.troubles == []
+    # The sums lie on the axis of the magnitudes, each at its step.
+    page = opened(browser, of_run(bare).save(tmp_path / "a.html"), viewport=SCREEN)
+    places = [each.bounding_box() for each in page.locator(".explorer rect.held").all()]
+    assert places[2]["x"] - places[1]["x"] == pytest.approx(2 * (places[1]["x"] - places[0]["x"]), abs=0.5)
+    assert places[0]["y"] - places[1]["y"] == pytest.approx(places[1]["y"] - places[2]["y"], abs=0.5)
+
+
+def test_infinities_and_nans_have_a_share_a_mark_and_a_sentence_beside_the_curve(
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    session = replace(broken(nan_from=99), events=())
+    whole = session.windows[0].tensors
+    bad = ExponentHistogram.from_counts([5], -6, zeros=1, infs=3, nans=1)
+    some = {key: replace(each, histogram=bad) for key, each in whole.items() if key.name == "head"}
+    windows = (replace(session.windows[0], tensors={**whole, **some}), *session.windows[1:])
+    page = opened(browser, of_run(replace(session, windows=windows)).save(tmp_path / "a.html"), viewport=SCREEN)
+    page.click("text=show the curve")
+    beside = page.locator(".explorer .readout .bad")
+    assert beside.count() == 1
+    page.fill(".explorer figure.steps input[type=range]", "1")
+    assert beside.count() == 0
+    page.fill(".explorer figure.steps input[type=range]", "0")
+    assert beside.text_content() == "up to 40% inf, NaN: the curves are of finite values"
+    # No overflow of the finite values would pass for health.
+    for name, words in (("head", ["", "0%", "-", "✕○ 40%"]), ("embed", ["", "0%", "0%", "none"])):
+        assert page.locator(f".explorer tr[data-name={name}] td:visible").all_text_contents() == words
+    assert page.troubles == []
+    # The bar at the right end of the strip is as high as its share, as those of the powers of two are.
+    colours = page.eval_on_selector_all(
+        ".explorer tr[data-name] canvas",
+        """all => all.map((canvas) => {
+          const pen = canvas.getContext("2d");
+          const at = (x) => [...pen.getImageData(x, canvas.height - 4, 1, 1).data].join();
+          return at(canvas.width - 28) === at(canvas.width - 40);
+        })""",
+    )
+    assert colours == [True] * 5 + [False]
+
+
+@pytest.mark.parametrize(("floor", "zeros"), [(-24, 4), (-24, 0), (None, 4)])
+def test_the_figures_beside_the_curve_say_that_zeros_may_have_been_values(
+    floor: int | None,
+    zeros: int,
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    ranges = found_in("head", id="scale-too-low").parts[0].ranges
+    counts = ExponentHistogram.from_counts([5] * 12, -20, zeros=zeros)
+    windows = tuple(
+        replace(window, tensors={key: replace(each, histogram=counts) for key, each in window.tensors.items()})
+        for window in ranges.session.windows
+    )
+    layers = tuple(replace(layer, floor_exponent=floor) for layer in ranges.layers)
+    ranges = replace(ranges, layers=layers, session=replace(ranges.session, windows=windows))
+    run = RunReport("a.py", "ended", (ModelPart("N", ranges),))
+    page = opened(browser, run.save(tmp_path / "a.html"), viewport=SCREEN)
+    beside = page.text_content(".explorer figure.losses .readout")
+    assert "overflow" in beside
+    for words in (beside, page.text_content(".explorer .said")):
+        assert ("zeros may have been values" in words) is (floor is not None and zeros > 0)
+
+
+def test_shares_have_one_notation_on_the_map(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    """Zeros may have been values in one layer and not in another: the shares of the others are shares all the same."""
+    page = opened(browser, of_run(SESSIONS["everything"]).save(tmp_path / "a.html"), viewport=SCREEN)
+    page.select_option(".explorer select >> nth=1", "float8_e4m3")
+    page.fill(".explorer .scale input, .explorer figure.losses input[type=range]", "0")
+    rows = page.eval_on_selector_all(
+        ".explorer tr[data-name]:not(.marked)",
+        "rows => rows.map(row => [+row.dataset.flushed / (+row.dataset.all || 1), +row.dataset.all, row.cells[2].textContent])",
+    )
+    assert rows
+    for flushed, counted, words in rows:
+        assert words == (percent(flushed) if counted else "-")
+    assert "seen" not in page.inner_text(".explorer .rows")
+
+
 def test_of_zeros_alone_a_sentence_stands_in_place_of_the_curve(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     bare = replace(broken(nan_from=99), events=())
     zeros = ExponentHistogram.from_counts([], 0, zeros=5)
@@ -665,7 +757,7 @@ def test_a_phone_shows_the_figure_that_tells(browser: Any, tmp_path: Path) -> No
     assert heads.all_text_contents()[2] == "flushed"
     page.click("text=show the whole run")
     assert heads.all_text_contents()[2] == "inf, NaN"
-    assert "NaN" in page.locator(".explorer tr.marked td:visible").nth(1).text_content()
+    assert "○" in page.locator(".explorer tr.marked td:visible").nth(1).text_content()
     assert page.troubles == []
 
 
@@ -754,7 +846,9 @@ def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():
     named = part(render(diff(broken(), other), ".html"), "section", "panel")
     settings = [change.name for change in diff(broken(), other).models[0].ranges.settings]
     assert settings
-    assert f"Settings that differ: {', '.join(settings)}." in named
+    assert f"B has no such finding. Settings that differ: {', '.join(settings)}." in named
+    turned = part(render(diff(other, broken()), ".html"), "section", "panel")
+    assert f"A has no such finding. Settings that differ: {', '.join(settings)}." in turned
     alike = diff(broken(), broken())
     assert "Neither is healthy" in part(render(alike, ".html"), "header", "bar")
     panel = " ".join(part(render(alike, ".html"), "section", "panel").split())

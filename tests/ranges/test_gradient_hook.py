@@ -1,7 +1,5 @@
 """``hook_gradient`` calls hooks with the same gradients and in the same order as ``torch.Tensor.register_hook``."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -1,7 +1,5 @@
 """Rows of counts on the CPU: their memory is reused, and waiting weight gradients are counted together."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

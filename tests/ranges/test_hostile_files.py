@@ -1,7 +1,5 @@
 """A malicious file gives a report or one error, in bounded memory, and its names are escaped on a terminal."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """Modules that certainly cannot make an infinity are excluded as culprits, and the true culprit is still named."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrizations
+from trainings import take_step
 
 pytest.importorskip("numba")
 
@@ -193,9 +192,7 @@ def _train(model: nn.Module, steps: int, at_step: Callable[[int], None]) -> list
     with Inspector(model, capture=(), optimizers=optimizer) as inspector:
         for step in range(steps):
             at_step(step)
-            optimizer.zero_grad()
-            model(torch.randn(_ROWS, 4, generator=torch.Generator().manual_seed(0))).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.randn(_ROWS, 4, generator=torch.Generator().manual_seed(0))).sum())
     return list(inspector.session().events)
 
 

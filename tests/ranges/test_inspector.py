@@ -1,7 +1,5 @@
 """The inspector's public behaviour: records, messages about wrong input, and files in the log directory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -15,6 +13,7 @@ import pytest
 import torch
 from models import cnn
 from torch import nn
+from trainings import take_step
 
 import mpinspect
 from mpinspect import Inspector, MpinspectWarning, Recorder, Session
@@ -25,9 +24,7 @@ from mpinspect.training import LossScaleWarning
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    model(x).square().mean().backward()
-    optimizer.step()
+    take_step(optimizer, model(x).square().mean())
 
 
 def _trained(model: nn.Module, steps: int = 3, **options: object) -> Inspector:
@@ -471,9 +468,7 @@ def test_a_model_on_the_meta_device_has_one_note_and_no_claim_of_health() -> Non
     def train(inspector: Inspector) -> None:
         with inspector:
             for _ in range(3):
-                optimizer.zero_grad()
-                model(torch.ones(2, 4, device="meta")).sum().backward()
-                optimizer.step()
+                take_step(optimizer, model(torch.ones(2, 4, device="meta")).sum())
 
     inspector = Inspector(model)
     with pytest.warns(MpinspectWarning, match="the meta device, which holds shapes and no values") as told:
@@ -502,9 +497,7 @@ def test_two_inspectors_of_one_model_have_equal_counts() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model) as first, Inspector(model) as second:
         for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.ones(2, 4)).sum())
     assert first.session().totals() == second.session().totals()
     assert len(first.session().totals()) == 7
     assert first.session().notes == second.session().notes == ()

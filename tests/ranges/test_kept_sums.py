@@ -1,12 +1,11 @@
 """Moving averages, running sums and counters that a script keeps in 16 bits from step to step, outside of the optimizer."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
 from torch import nn
+from trainings import take_step
 
 import mpinspect
 
@@ -156,9 +155,7 @@ def findings(after, dtype=BF16, steps=160, second=(1, 100), model=network):
     with mpinspect.Inspector(model, optimizers=optimizer, second=second, every=1000) as inspector:
         for kept.step in range(steps):
             loss = 2 + model(torch.randn(8, 16)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss)
             getattr(kept, after)(loss)
     return {finding.id: finding for finding in inspector.report().findings}
 

@@ -1,7 +1,5 @@
 """Results of reading a tensor are reused only for the same unchanged memory, and equal the results of a new reading."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

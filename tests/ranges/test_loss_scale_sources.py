@@ -1,7 +1,5 @@
 """Gradients are counted unscaled, by the scale of their own backward; an unknown scale is reported."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from trainings import take_step
 
 from mpinspect import FLOAT16, Inspector, MpinspectWarning, count_exponents
 from mpinspect.ranges.analyse import analyse
@@ -34,10 +33,7 @@ def test_a_grad_scalers_scale_is_divided_out(scale: float, given: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     with Inspector(model, scalers=scaler if given else None) as inspector:
         for x in (3.0, 0.25):
-            scaler.scale(model(torch.full((1, 1), x)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.full((1, 1), x)).sum(), scaler)
     session = inspector.session()
     assert session.notes == ()
     assert _weight(session).histogram.max_abs == 3.0
@@ -51,10 +47,7 @@ def test_each_backward_uses_its_own_scale() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     with Inspector(model) as inspector:
         for _ in range(4):
-            scaler.scale(model(torch.full((1, 1), 3.0)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.full((1, 1), 3.0)).sum(), scaler)
     session = inspector.session()
     assert [(change.step, change.scale) for change in session.progress.scales] == [
         (i, 2.0 ** (10 + i)) for i in range(4)
@@ -68,10 +61,7 @@ def test_an_infinity_of_a_skipped_step_is_counted_once() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with Inspector(model) as inspector:
         for x in (math.inf, 1.0):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.full((1, 1), x)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, model(torch.full((1, 1), x)).sum(), scaler)
     histogram = _weight(inspector.session()).histogram
     assert (histogram.infs, histogram.nonzero, histogram.max_abs) == (1, 1, 1.0)
     assert inspector.session().progress.skipped_steps == 1
@@ -214,10 +204,7 @@ def test_a_disabled_scaler_does_not_check_the_weight_gradients(enabled: bool) ->
     with Inspector(model, optimizers=optimizer, scalers=scaler, every=100) as inspector:
         for step in range(8):
             spoiled = step == 6
-            optimizer.zero_grad()
-            scaler.scale(model(torch.ones(3, 2)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, model(torch.ones(3, 2)).sum(), scaler)
     first = inspector.session().events[0]
     assert (first.step, first.phase, first.tensor, first.skipped) == (6, "backward", "0.weight", enabled)
 
@@ -413,10 +400,7 @@ def test_a_step_skipped_by_a_fused_optimizer_is_counted_as_skipped() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     with Inspector(model) as inspector:
         for x in (1.0, math.inf, 1.0):
-            optimizer.zero_grad()
-            scaler.scale(model(torch.full((1, 1), x)).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, model(torch.full((1, 1), x)).sum(), scaler)
     session = inspector.session()
     assert [(event.step, event.skipped) for event in session.events] == [(1, True)]
     assert (session.progress.steps, session.progress.skipped_steps) == (3, 1)

@@ -1,7 +1,5 @@
 """What a map shows at first: the place where a run broke, FP16 for an FP32 run, a healthy run as it is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -115,7 +113,7 @@ def test_a_culprit_without_a_tensor_of_its_own_has_a_row_and_marks_no_other(
     assert shown["near"] == near
     assert (shown["name"], shown["said"], shown["step"]) == (name, "first NaN: step 5, forward", 5)
     assert shown["after"] is after
-    said = "The marked place has no values; \u25b7 marks the rows next to it."
+    said = "No tensor of the marked place was counted; \u25b7 marks the rows next to it."
     assert shown["words"].startswith(said) is bool(near)
     assert shown["block"] == 4
 

@@ -1,10 +1,9 @@
 """An optimizer's own arithmetic in 16 bits, and FP16 results that a loop keeps, in a step that is computed twice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
+from trainings import take_step
 
 import mpinspect
 
@@ -44,11 +43,9 @@ def trained(make, dtype=torch.float32, steps=3, after=None, second=(1,)):
     inspector = mpinspect.Inspector(model, second=list(second))
     with inspector:
         for _ in range(steps):
-            optimizer.zero_grad()
             with torch.autocast("cpu", BF16, enabled=dtype is torch.float32):
                 output = model(x.to(dtype))
-            (output.float() - x[:, :4]).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, (output.float() - x[:, :4]).square().mean())
             if after is not None:
                 after(model)
     assert inspector.session().notes == ()

@@ -1,11 +1,10 @@
 """Hand-written normalisations whose squares overflow in FP16 are reported with their rows, and others are not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from agreeing_reports import contradictions
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
@@ -69,10 +68,7 @@ def train(formula, narrow=torch.float16, norm_in=None, x=None, steps=3) -> Range
             with torch.autocast("cpu", torch.bfloat16 if narrow is torch.float32 else narrow, narrow != torch.float32):
                 made = model(x)
             loss = nn.functional.cross_entropy(made.float(), torch.arange(ROWS) % 4)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, loss, scaler)
     report = inspector.report()
     assert contradictions(report) == []
     return report

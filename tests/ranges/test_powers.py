@@ -1,7 +1,5 @@
 """The power of the loss scale through a step: sums of terms with different powers are found, ordinary steps are not."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

@@ -1,7 +1,5 @@
 """probe compares predictions from FP32 counts with an FP16 pass, and does not change the model."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -12,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import mpinspect
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.probe import probe
 from mpinspect.runtime.emulation import half_arithmetic
@@ -241,6 +240,7 @@ def everything(model):
         "torch": torch.get_rng_state().numpy().tobytes(),
         "python": random.getstate(),
         "numpy": str(np.random.get_state()),
+        "modes": torch._C._len_torch_dispatch_stack(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_grad_enabled()),
     }
 
@@ -267,10 +267,28 @@ def meddling(loss_fn):
     return loss
 
 
-def test_the_model_and_the_random_state_are_unchanged():
+def in_autocast(loss_fn):
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_fn(model, batch)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model, loss, batches: probe(model, meddling(loss), batches, loss_scale=256.0),
+        lambda model, loss, batches: mpinspect.compare_recipes(model, loss, batches),
+        lambda model, loss, batches: mpinspect.second_opinion(model, in_autocast(loss), batches[0]),
+        lambda model, loss, batches: mpinspect.rank_precision(model, in_autocast(loss), batches[0]),
+    ],
+    ids=["probe", "compare_recipes", "second_opinion", "rank_precision"],
+)
+def test_the_model_and_the_random_state_are_unchanged(ask):
     model, loss_fn, batches = used_model()
     before = everything(model)
-    probe(model, meddling(loss_fn), batches, loss_scale=256.0)
+    ask(model, loss_fn, batches)
     assert everything(model) == before
 
 

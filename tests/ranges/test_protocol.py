@@ -1,11 +1,10 @@
 """The training loop's protocol: loss scales by hand, and masters that are overwritten with their weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from agreeing_reports import analyse
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector
 
@@ -136,9 +135,7 @@ def swapped(stash, *, every=1, changes=lambda weight: None, write=torch.Tensor.c
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     with Inspector(model, optimizers=optimizer) as inspector:
         for step in range(12):
-            optimizer.zero_grad()
-            model(torch.randn(16, 8)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.randn(16, 8)).square().mean())
             if step % every == every - 1:
                 with torch.no_grad():
                     copies = [stash(weight) for weight in model.parameters()]
@@ -440,10 +437,7 @@ def test_a_scaler_that_grows_after_each_step_is_to_grow_later():
         for _ in range(40):
             with torch.autocast("cpu", torch.float16):
                 loss = model(torch.randn(16, 8)).float().square().mean()
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, loss, scaler)
     found = {finding.id: finding for finding in analyse(inspector.session()).findings}["non-finite-event"]
     assert found.severity == "warning"
     assert "doubles its scale after 1 step without an overflow" in found.message

@@ -1,11 +1,10 @@
 """Findings of the inspector on common range problems: overflowing FP16 reductions, shared scalers, a NaN in the forward."""
 
-from __future__ import annotations
-
 import math
 
 import torch
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector, count_exponents
 
@@ -88,10 +87,7 @@ def test_a_scale_that_collapses_due_to_a_nan_in_the_forward_is_an_error() -> Non
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     with Inspector(model) as inspector:
         for _ in range(40):
-            optimizer.zero_grad()
-            scaler.scale((model(torch.ones(1, 2)) / 0 * 0).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, (model(torch.ones(1, 2)) / 0 * 0).sum(), scaler)
     assert scaler.get_scale() == 8.0 * 2.0**-40
     assert inspector.session().progress.skipped_steps == 40
     report = inspector.report()

@@ -1,7 +1,5 @@
 """Merging the sessions of several ranks, and findings on ranks that differ."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """The sum of the ranks' sessions equals an oracle's counts, with two and four gloo processes."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping

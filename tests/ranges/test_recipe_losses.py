@@ -1,7 +1,5 @@
 """The recipes that an inspector or ``mpinspect run`` is asked for: measured in a few sampled steps, stored and reported."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +9,7 @@ import torch
 import warm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trainings import take_step
 
 import mpinspect
 from mpinspect import Inspector
@@ -100,9 +99,7 @@ def test_training_is_the_same_to_the_bit():
     bare, inspected = net(), net()
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.1)
     for step in range(3):
-        loss_of(bare, batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, loss_of(bare, batch(step)))
     train(inspected, 3, list(RECIPES))
     assert all(torch.equal(a, b) for a, b in zip(bare.parameters(), inspected.parameters(), strict=True))
 

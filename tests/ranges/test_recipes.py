@@ -1,7 +1,5 @@
 """compare_recipes: what FP8 and FP4 recipes lose of a model's products."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools
@@ -25,6 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from trainings import inspected, take_step
 
 import mpinspect
 from mpinspect.counting.blocks import quantised, quantization_loss
@@ -191,18 +190,6 @@ def test_operands_have_the_dtype_of_autocast() -> None:
     report = mpinspect.compare_recipes(model, loss, [x], ["mxfp8"])
     found = _row(report, "blocks.0.0", "fprop").cells[0].operands[0].loss
     assert found.magnitudes == pytest.approx(float(x.bfloat16().double().abs().sum()), rel=1e-12)
-
-
-def test_the_model_and_the_random_state_are_unchanged() -> None:
-    model, x = _net(), _batch()
-    model.head.weight.grad = torch.ones_like(model.head.weight)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.get_rng_state()
-    mpinspect.compare_recipes(nn.Sequential(model, nn.Dropout(0.5)), _loss, [x])
-    assert torch.equal(state, torch.get_rng_state())
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
-    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_blocks_that_become_nan_are_named() -> None:
@@ -390,13 +377,7 @@ def test_torchaos_code_for_experts_is_printed_where_it_changes_their_products(fo
 
 
 def _run(model: nn.Module, x: torch.Tensor, forward: Callable[..., torch.Tensor]) -> mpinspect.Inspector:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mpinspect.Inspector(model, optimizers=optimizer, recipes=["mxfp4"]) as inspector:
-        for _ in range(2):
-            forward(model, x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return inspector
+    return inspected(model, lambda _: forward(model, x).square().mean(), 2, recipes=["mxfp4"])
 
 
 _CALLS: dict[str, Callable[..., torch.Tensor]] = {
@@ -415,9 +396,7 @@ def test_a_run_measures_experts_in_one_parameter_once_a_step_and_trains_the_same
     session = _run(model, x, _CALLS[call]).session()
     optimizer, steps = torch.optim.SGD(bare.parameters(), lr=0.1), [copy.deepcopy(bare)]
     for _ in range(2):
-        _CALLS[call](bare, x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, _CALLS[call](bare, x).square().mean())
         steps.append(copy.deepcopy(bare))
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), bare.parameters(), strict=True))
     found = recipe_report(session)
@@ -644,10 +623,8 @@ def test_the_code_converts_what_the_report_plans_and_the_model_trains(name: str)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(50):
-        optimizer.zero_grad()
         loss = _loss(model, x)
-        loss.backward()
-        optimizer.step()
+        take_step(optimizer, loss)
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
     assert all(parameter.grad is not None for parameter in model.blocks.parameters())

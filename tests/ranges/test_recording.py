@@ -1,7 +1,5 @@
 """A recording has bounded memory, writes on another thread, and is complete once it is closed."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """Typed records are converted to the measurements that sessions store, and back."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

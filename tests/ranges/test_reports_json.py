@@ -1,21 +1,13 @@
 """The JSON report contains every field, is strict JSON, and has a stable form."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import sessions
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.ranges.analysis.layer_report import LayerReport
-from mpinspect.ranges.analysis.report import RangeReport
-
-SCHEMA = Path(__file__).parents[2] / "docs" / "report-schema.md"
 
 #: Fields that are omitted on purpose: they are elsewhere in the report or in the session file, or follow from these.
 LEFT_OUT = {("Session", "events"), ("Window", "tensors"), ("LayerReport", "weighed")}
@@ -106,30 +98,3 @@ def test_a_histogram_is_on_one_line(report):
     histograms = [layer for layer in (*report.layers, *report.overall) if layer.histogram is not None]
     lines = report.to_json().splitlines()
     assert sum('"counts": [' in line and line.rstrip(",").endswith("}") for line in lines) == len(histograms)
-
-
-def test_the_schema_page_names_every_key(report):
-    """A new field must be documented: docs/report-schema.md contains every key of a full report as code."""
-    documented = set(re.findall(r"`([\w.]+)`", SCHEMA.read_text(encoding="utf-8")))
-    fields = {
-        field.name
-        for record in (RangeReport, LayerReport)
-        for field in dataclasses.fields(record)
-        if (record.__name__, field.name) not in LEFT_OUT
-    }
-    keys = fields | set(_keys(strict(report.to_json())))
-    assert keys - documented == set()
-
-
-def _keys(plain, *, free=("versions", "evidence", "lost_updates", "peaks", "gradient_peaks")):
-    """Yield the keys at any depth, except for mappings whose keys are data."""
-    if isinstance(plain, list):
-        for item in plain:
-            yield from _keys(item)
-    elif isinstance(plain, dict):
-        for key, item in plain.items():
-            yield key
-            if key == "lost_updates" and item:
-                yield from _keys(list(item.values()))
-            elif key not in free:
-                yield from _keys(item)

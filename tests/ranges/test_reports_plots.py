@@ -1,7 +1,5 @@
 """The pictures show the counts, and drawing them does not change matplotlib's state."""
 
-from __future__ import annotations
-
 import math
 import re
 import subprocess

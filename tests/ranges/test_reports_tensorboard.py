@@ -1,7 +1,5 @@
 """The TensorBoard log, read with TensorBoard's own reader."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import math
@@ -19,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tensorboards_crc32c
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.util.tensor_util import make_ndarray
+from trainings import take_step
 
 from mpinspect import Inspector, Recorder
 from mpinspect.numeric.exponents import ExponentHistogram
@@ -166,9 +165,7 @@ def test_the_inspector_and_the_recorder_pass_the_number_of_curves_on(tmp_path):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, log_dir=tmp_path / "a", curves=1):
         for factor in (1.0, 1e-3, 1e-5):
-            optimizer.zero_grad()
-            (model(torch.ones(1, 2)).sum() * factor).backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.ones(1, 2)).sum() * factor)
     with Recorder(tmp_path / "b", curves=1) as recorder:
         for factor in (1.0, 1e-3, 1e-5):
             recorder.observe("", {"x": np.full(2, factor), "y": np.full(2, factor)})

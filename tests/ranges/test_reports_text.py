@@ -1,7 +1,5 @@
 """The text report: golden files, and the required sentences."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
@@ -50,19 +48,6 @@ def test_half_the_smallest_subnormal_is_drawn_as_flushed():
     assert inside.strip().count("#") == 2
 
 
-def test_the_first_event_is_reported_first():
-    rendered = render(sessions.report_by_hand(sessions.everything()), 200)
-    event = rendered.index("step 412, micro-batch 1, backward, 'decoder.3.attn': inf in the activation gradient")
-    assert event < rendered.index("Suggested loss scale")
-    for fact in ("loss scale 65536 (2^16)", "forward was finite", "step was skipped", "0.12, 0.25, 0.5, 0.97"):
-        assert fact in rendered
-
-
-def test_the_text_contains_the_loss_scale_and_its_window():
-    rendered = render(sessions.report_by_hand(sessions.word_model()), 200)
-    assert "Suggested loss scale: 8192 (2^13); window 2^7 .. 2^20; headroom 7 powers of two" in rendered
-
-
 def test_uncertain_unneeded_and_missing_scales_have_different_sentences():
     report = sessions.report_by_hand(sessions.word_model())
 
@@ -103,23 +88,6 @@ def test_the_worst_of_many_layers_are_shown_and_the_rest_counted():
         ),
     )
     assert f"... and {len(report.layers) - 8} more (--all, JSON)" in render(alone, 120)
-
-
-def test_layers_that_never_fired_are_named_with_the_reason():
-    rendered = render(sessions.report_by_hand(sessions.everything()), 200)
-    assert "no weight gradient (frozen: requires_grad is False): spare.weight" in rendered
-    assert "tower.11.weight and 18 more" in rendered
-
-
-def test_html_escapes_names():
-    page = forms.render(sessions.report_by_hand(sessions.all_sessions()["hostile"]), ".html")
-    assert page.count("<script") == page.count('<script type="module">') == 1
-    assert "&lt;script&gt;" in page
-    assert "[red]not red" in page
-
-
-def test_the_text_is_ascii_if_the_names_are():
-    render(sessions.report_by_hand(sessions.everything()), 140).encode("ascii")
 
 
 def test_the_terminal_sets_the_width(monkeypatch):
@@ -266,7 +234,7 @@ def test_shares_of_elements_with_a_negligible_sum_have_no_bounds():
         changed = dataclasses.replace(layer, lost_l1_share=Interval(0.0, 0.0, lost))
         return flushed_words(changed, Interval(estimate, low, high))
 
-    assert words(0.0, 0.0, 0.7, 0.0005) == "0% seen"
+    assert words(0.0, 0.0, 0.7, 0.0005) == "0%"
     assert words(0.05, 0.05, 0.7, 0.0005) == "~5%"
     assert words(0.0, 0.0, 0.7, 0.005) == "<=70%"
     assert words(0.05, 0.02, 0.7, 0.005) == "~5%"

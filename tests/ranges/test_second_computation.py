@@ -1,7 +1,5 @@
 """The second computation of a step: twins are what torch computes in FP32, and the run's own bits stay."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

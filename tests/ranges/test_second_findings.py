@@ -1,7 +1,5 @@
 """Findings on the step that was computed twice: severities, fixes and what they explain."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -354,6 +352,117 @@ def test_the_code_of_an_overflow_is_the_operator_in_fp32(operator, line):
     with torch.autocast("cpu", torch.bfloat16):
         exec(code, names)
     assert names["y"].dtype is torch.float32
+
+
+def code_at(source, operator="mul", largest=1e6, record=None):
+    """The code of an overflow, or of another record, in a line of the script, below that line."""
+    place = (operator, "train.py:7", "forward")
+    born = BornInfinite(name="head", step=7, names=place, text="float16", elements=1, of=64, largest=largest)
+    stored = replace((record or born).measurement(), sources={"train.py:7": source})
+    session = session_of({weight("w"): FINE}, measurements=[stored], precision=FP16, events=(broken(7),))
+    code = next(each.code for each in analyse(session).findings if each.evidence.get("operator") == operator)
+    assert code.splitlines()[0] == f"# train.py:7: {source}"
+    return "\n".join(code.splitlines()[1:])
+
+
+WITH = "with torch.autocast(device_type, enabled=False):"
+TAKEN = "# and the operators that take y"
+
+
+@pytest.mark.parametrize(
+    ("operator", "source", "code"),
+    [
+        (
+            "mul",
+            "return self.down(self.gate(x) * self.up(x))",
+            f"a = self.gate(x)\nb = self.up(x)\n{WITH}\n    y = a.float() * b.float()\n    {TAKEN}\n    return self.down(y)",
+        ),
+        (
+            "pow",
+            "loss = (model(x) - price).square().mean()",
+            f"value = model(x) - price\n{WITH}\n    y = value.float().square()\n    {TAKEN}\n    loss = y.mean()",
+        ),
+        ("pow", "power = x**3 + 1", f"{WITH}\n    y = x.float().pow(3)\n    {TAKEN}\n    power = y + 1"),
+        ("sum", "return x.sum(1) / n", f"{WITH}\n    y = x.float().sum(1)\n    {TAKEN}\n    return y / n"),
+        ("mean", "m = torch.mean(x, -1)", f"{WITH}\n    m = x.float().mean(-1)\n    {TAKEN[:-1]}m\n    z = g(m)"),
+        ("div", "h = 1 / b", f"{WITH}\n    h = 1 / b.float()\n    {TAKEN[:-1]}h\n    z = g(h)"),
+        (
+            "bmm",
+            "s = torch.matmul(q, k.mT)",
+            f"{WITH}\n    s = q.float() @ k.mT.float()\n    {TAKEN[:-1]}s\n    z = g(s)",
+        ),
+        ("mul_", "ä = b * a", f"{WITH}\n    ä = b.float() * a.float()\n    {TAKEN[:-1]}ä\n    z = g(ä)"),
+    ],
+)
+def test_the_code_has_the_operands_of_the_users_line(operator, source, code):
+    assert code_at(source, operator) == code
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "for x in self.scales(y * z):",
+        "return self.block(x)",
+        "y = p * q * r",
+        "y = self.weight.half() * x",
+        "y = mul(*pair)",
+        "y *= 2",
+        "mask = '",
+    ],
+)
+def test_the_code_keeps_its_own_names_where_the_line_does_not_have_the_operator_once(source):
+    assert code_at(source).splitlines()[1:] == ["    y = a.float() * b.float()", f"    {TAKEN}", "    z = g(y)"]
+
+
+def test_operands_that_were_rounded_are_computed_anew_in_fp32():
+    code = code_at("return (a * b).sum(-1) / (a.norm() * b.norm() + 1e-8)", "div", largest=0.0)
+    assert code.splitlines() == [
+        WITH,
+        "    # from inputs in FP32",
+        "    left = (a * b).sum(-1)",
+        "    right = a.norm() * b.norm() + 1e-8",
+        "    y = left.float() / right.float()",
+    ]
+    cancelled = AmplifiedError(
+        name="norm", step=1, names=("sub", "train.py:7", "forward"), text="bfloat16", before=0.01, after=9.0
+    )
+    code = code_at("v = (x * x).mean() - mean * mean", "sub", record=replace(cancelled, gradients_error=0.5))
+    assert code.splitlines()[1:] == [
+        "    # from inputs in FP32",
+        "    a = (x * x).mean()",
+        "    b = mean * mean",
+        "    v = a - b",
+    ]
+
+
+def test_a_scattered_sum_has_the_indices_and_the_terms_of_the_users_line():
+    lost = LostSum(
+        name="hub",
+        step=1,
+        names=("index_put", "train.py:7", "forward"),
+        text="bfloat16",
+        error=0.7,
+        value=256.0,
+        exact=1120.0,
+    )
+    source = "return total.index_put((target,), messages, accumulate=True) / degree"
+    assert code_at(source, "index_put", record=lost) == (
+        "total = total.float().index_put(\n    (target,), messages.float(), accumulate=True\n)"
+    )
+
+
+@pytest.mark.parametrize("weights", ["float32", "float16"])
+def test_a_linear_layer_that_overflows_computes_in_fp32(weights):
+    place = ("addmm", "train.py:7", "forward")
+    born = BornInfinite(name="1", step=7, names=place, text="float16", elements=1, of=64, largest=1e6)
+    code = findings(born, precision=replace(FP16, weights={weights: 10}), events=(broken(7),))
+    model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(4, 4)).to(getattr(torch, weights))
+    exec(code["overflow-in-operator"].code, {"torch": torch, "device_type": "cpu", "model": model})
+    with torch.autocast("cpu", torch.float16):
+        out = model(torch.full((1, 4), 6e4).half() * 1.0)
+    assert out.dtype is torch.float32
+    out.sum().backward()
+    assert model[1].weight.grad.isfinite().all()
 
 
 def test_the_operands_of_a_difference_are_computed_in_fp32():

@@ -1,6 +1,4 @@
-"""second_opinion: what it finds, and that it leaves everything as it was."""
-
-from __future__ import annotations
+"""second_opinion: its findings, and models that it must not disturb. That the model stays as it was: test_probe.py."""
 
 import copy
 import pickle
@@ -66,20 +64,6 @@ def test_a_healthy_step_has_no_findings(dtype):
         )
         == ()
     )
-
-
-def test_everything_is_as_it_was():
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3)).train()
-    model[0].weight.grad = gradient = torch.ones(8, 8)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    random = torch.get_rng_state()
-    mpinspect.second_opinion(model, mean_square, torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert model[0].weight.grad is gradient
-    assert model[0].bias.grad is None
-    assert torch.equal(torch.get_rng_state(), random)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 class Copying(nn.Module):

@@ -1,7 +1,5 @@
 """Inspector(second=...): chosen steps of the training are computed twice, and nothing of it changes."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 
@@ -10,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
+from trainings import take_step
 
 import mpinspect
 from mpinspect.ranges.capture.steps import StepChoice
@@ -43,10 +42,7 @@ class Training:
             return self.model(torch.randn(600, 8)).float().square().mean()
 
     def step(self):
-        self.scaler.scale(self.loss()).backward()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
+        take_step(self.optimizer, self.loss(), self.scaler)
 
     def trained(self, steps=4):
         with self.inspector:
@@ -258,9 +254,7 @@ def subtracted(difference, numbers, dtype=torch.float32, steps=4):
         for _ in range(steps):
             x = difference(given).float().reshape(-1, 1)
             loss = model(x.clamp(-1, 1)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
     return [each for each in inspector.report().findings if each.id == "result-is-rounding-error"]
 
 
@@ -322,9 +316,7 @@ def test_a_logarithm_that_breaks_later_has_the_line_of_its_call_in_the_step_comp
             p = torch.sigmoid(model(torch.randn(8, 4)).bfloat16() + 20.0 * (step == 4))
             loss = torch.log(p)
             loss = loss + torch.log(1 - p)
-            optimizer.zero_grad()
-            loss.float().mean().backward()
-            optimizer.step()
+            take_step(optimizer, loss.float().mean())
     (finding,) = [each for each in inspector.report().findings if each.id == "argument-out-of-range"]
     assert finding.step == 4
     assert (finding.evidence["line"] != "") is is_second

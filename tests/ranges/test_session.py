@@ -1,7 +1,5 @@
 """Laws of a session's records: merging is associative and commutative, and preserves counts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

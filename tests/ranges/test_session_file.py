@@ -1,7 +1,5 @@
 """The session file stores every field, loses only its tail after a kill or damage, and has a bounded size."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import gc

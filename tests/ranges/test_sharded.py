@@ -1,7 +1,5 @@
 """The sessions of two ranks under DDP, FSDP2, tensor parallelism and a pipeline (``sharded_training.py``)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import forked_ranks

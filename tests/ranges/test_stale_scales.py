@@ -1,13 +1,12 @@
 """What delayed scaling would have clipped, from the maxima of sampled steps, against a simulation step by step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.counting import count_exponents
@@ -128,9 +127,7 @@ def test_the_report_says_it_only_where_delayed_scaling_was_asked_for():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         with Inspector(model, optimizers=optimizer, recipes=recipe) as inspector:
             for scale in (1.0, 1.0, 8.0, 1.0):
-                (model(torch.ones(4, 32)).square().sum() * scale).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer, model(torch.ones(4, 32)).square().sum() * scale)
         return str(analyse(inspector.session()))
 
     text = " ".join(report("fp8-delayed").split())

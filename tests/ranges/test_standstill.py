@@ -1,12 +1,11 @@
 """Weights that no longer change although their optimizer steps with gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from agreeing_reports import analyse, contradictions
 from analysis_sessions import session_of, spread, weight
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
@@ -40,11 +39,9 @@ def train(model, optimizer, *, steps=24, dtype=torch.bfloat16, same_batch=False,
         for step in range(steps):
             if same_batch:
                 torch.manual_seed(5)
-            optimizer.zero_grad()
             with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
                 loss = model(torch.randn(16, 8)).float().square().mean() * factor
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
             if after_step:
                 after_step(step, model, optimizer)
     report = inspector.report()
@@ -208,9 +205,7 @@ def test_an_optimizer_that_another_one_follows_is_no_finding():
     with Inspector(model) as inspector:
         for optimizer in phases:
             for _ in range(20):
-                optimizer.zero_grad()
-                model(torch.randn(16, 8)).square().mean().backward()
-                optimizer.step()
+                take_step(optimizer, model(torch.randn(16, 8)).square().mean())
     assert named(inspector.report()) == []
 
 

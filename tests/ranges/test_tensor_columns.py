@@ -1,7 +1,5 @@
 """Windows as columns equal windows of objects, merged or not."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import made_sessions as made

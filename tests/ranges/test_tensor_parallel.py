@@ -1,7 +1,5 @@
 """Under tensor parallelism, outputs are AsyncCollectiveTensors, whose values are still in transfer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Lost updates, compared with an exact rounding of weight + update."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 
@@ -12,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.counting.cpu import available
@@ -187,9 +186,7 @@ def _train(model: nn.Module, lr: float, **options: object) -> Inspector:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     with Inspector(model, **options) as inspector:
         for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.ones(1, 4, dtype=next(model.parameters()).dtype)).sum().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.ones(1, 4, dtype=next(model.parameters()).dtype)).sum())
     return inspector
 
 

@@ -1,7 +1,5 @@
 """The verdict, the first lines of a report: the precision that a run uses, and whether the run is healthy."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 
@@ -9,6 +7,7 @@ import pytest
 import sessions
 import torch
 from torch import nn
+from trainings import take_step
 
 import mpinspect
 from mpinspect import Inspector, MixedPrecision
@@ -55,9 +54,7 @@ def test_a_model_that_casts_one_part_computes_in_two_precisions():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model) as inspector:
         for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).float().square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.randn(4, 8)).float().square().mean())
     expected = "Computes in FP32 and BF16: FP32 weights, no autocast, SGD, no scaler."
     assert inspector.report().verdict.precision == expected
 
@@ -310,9 +307,7 @@ def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_code():
     shadow = copy.deepcopy(model)
     with Inspector(model) as inspector:
         for _ in range(20):
-            optimizer.zero_grad()
-            model(torch.randn(16, 8).bfloat16()).float().square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.randn(16, 8).bfloat16()).float().square().mean())
             with torch.no_grad():
                 for mine, theirs in zip(shadow.parameters(), model.parameters(), strict=True):
                     mine.lerp_(theirs, 0.001)

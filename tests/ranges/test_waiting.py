@@ -1,7 +1,5 @@
 """Weight gradients wait for the end of their backward: they are read with the values they had on arrival, then released."""
 
-from __future__ import annotations
-
 import math
 import sys
 import threading
@@ -16,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trainings import inspected, take_step
 from waiting_gradients import interrupt, loss_of, network, of_slope
 
 import mpinspect
@@ -520,12 +519,7 @@ def test_counts_and_magnitudes_are_exact_for_every_dtype_and_layout(
         monkeypatch.setattr(fastest, "cpu_counter", lambda: None)
     gradients = {f"p{number}": make() for number, make in enumerate(_LAYOUTS.values())}
     model = _Gradients(gradients)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, capture=("weight_gradient",), optimizers=optimizer) as inspector:
-        for _ in range(2):
-            optimizer.zero_grad()
-            model().backward()
-            optimizer.step()
+    inspector = inspected(model, lambda _: model(), 2, capture=("weight_gradient",))
     totals = inspector.session().totals()
     assert inspector._capture._watch is not None
     maxima = inspector._capture._watch._judge._history._maxima
@@ -597,9 +591,7 @@ def test_gradients_of_a_backward_interrupted_at_the_end_have_their_own_values() 
 def test_an_infinite_gradient_of_an_interrupted_backward_is_named() -> None:
     def train() -> None:
         for _ in range(3):
-            optimizer.zero_grad()
-            loss_of(model).backward()
-            optimizer.step()
+            take_step(optimizer, loss_of(model))
         optimizer.zero_grad()
         hidden = model[1](model[0](torch.ones(4, 6)))
         hidden.register_hook(interrupt)
@@ -788,12 +780,9 @@ def test_gradients_read_by_the_watch_alone_do_not_wait() -> None:
 def test_sparse_gradients_do_not_wait_and_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "_MOST_WAITING", 100)
     model = nn.Sequential(nn.Embedding(9, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer, capture=("weight_gradient",)) as inspector:
-        for _ in range(5):
-            optimizer.zero_grad()
-            model(torch.tensor([1, 4, 4])).square().sum().backward()
-            optimizer.step()
+    inspector = inspected(
+        model, lambda _: model(torch.tensor([1, 4, 4])).square().sum(), 5, capture=("weight_gradient",)
+    )
     assert {window.samples for window in inspector.session().totals().values()} == {5}
     assert inspector.session().notes == ()
 

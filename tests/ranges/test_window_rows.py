@@ -1,7 +1,5 @@
 """Windows computed from matrices of rows equal windows of samples that are decoded, shifted and added one by one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field

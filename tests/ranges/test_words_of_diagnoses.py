@@ -1,7 +1,5 @@
 """The sentences of diagnoses follow from their measurements."""
 
-from __future__ import annotations
-
 import math
 from textwrap import indent
 

@@ -1,7 +1,5 @@
 """Gradients that are exactly zero in all sampled steps: of a whole model, of its first layers, of a branch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -11,6 +9,7 @@ from agreeing_reports import contradictions
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
+from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
@@ -26,9 +25,7 @@ def train(
     with Inspector(model) as inspector:
         for _ in range(steps):
             loss = loss_of(model, torch.randn(16, 8))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
     report = inspector.report()
     assert contradictions(report) == []
     return report

@@ -1,7 +1,5 @@
 """Hand-written documents: truncated blocks and the widths of tables in each format."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpinspect.reporting import html, markdown, text

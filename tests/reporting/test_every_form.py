@@ -1,11 +1,10 @@
 """Every kind of report, including empty and hostile ones, in every format."""
 
-from __future__ import annotations
-
 import dataclasses
 import html.parser
 import json
 import re
+from pathlib import Path
 
 import made_kernels
 import pytest
@@ -33,6 +32,13 @@ from mpinspect.run.diff.report import Side
 from mpinspect.run.report import ModelPart, RunReport
 from mpinspect.runtime import gpus
 from mpinspect.shapes.analysis import analyse_shapes
+
+DOCS = Path(__file__).parents[2] / "docs"
+#: The mappings of a JSON document whose keys are data.
+OF_DATA = {
+    *("versions", "evidence", "peaks", "gradient_peaks", "verdict_time_us", "verdict_calls"),
+    *("tensor_core_tflops", "cuda_core_tflops", "unattributed_fractions", "saved_at_most_us"),
+}
 
 HOSTILE = "evil\n\x1b[31m\u202e</pre></style><script>alert(1)</script>|`*[red]_$#@ <img src=x onerror=alert(1)> &amp;"
 
@@ -327,6 +333,25 @@ def test_json(name, reports):
     assert found["schema"].startswith("mpinspect.")
     assert render(reports[name], ".json").isascii()
     assert reports[name].to_json() == render(reports[name], ".json")
+
+
+def keys(plain):
+    """Yield the keys at any depth, except those of mappings whose keys are data."""
+    if isinstance(plain, list):
+        for item in plain:
+            yield from keys(item)
+    elif isinstance(plain, dict):
+        for key, item in plain.items():
+            yield key
+            yield from keys(list(item.values()) if key == "lost_updates" and item else None if key in OF_DATA else item)
+
+
+@pytest.mark.parametrize(
+    ("name", "page"), [("ranges everything", "report-schema.md"), ("kernels everything", "tensor-cores.md")]
+)
+def test_a_page_names_every_key(name, page, reports):
+    documented = re.findall(r"`([\w.]+)`", (DOCS / page).read_text("utf-8"))
+    assert set(keys(json.loads(render(reports[name], ".json")))) <= set(documented)
 
 
 @pytest.mark.parametrize("name", REPORTS)

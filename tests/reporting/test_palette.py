@@ -1,7 +1,5 @@
 """The table of colours: text is legible on its background, and meaningful colours are distinguishable."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rank 0 adds up the ranks' files during training: only data on disk, tolerating any rank's failure, and without waiting."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Comparisons of two runs: run directories, sessions, several models, shapes, kernels, invalid input."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

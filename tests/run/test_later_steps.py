@@ -1,7 +1,5 @@
 """Steps long after the first are computed twice as well."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Integers that become equal when rounded to 16 bits are reported only where an operator uses their differences."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 from agreeing_reports import contradictions
 from torch import nn
+from trainings import take_step
 from watched_training import watched
 
 from mpinspect.ranges.analyse import analyse
@@ -43,9 +42,7 @@ def trained(tmp_path, feature, rows=512, steps=3):
         model = nn.Sequential(nn.Linear(4, 4), Featured(feature))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for _ in range(steps):
-            model(torch.randn(rows, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.randn(rows, 4)).square().mean())
     assert run.seen.notes == []
     return analyse(run.parts.models[0].session)
 
@@ -202,9 +199,7 @@ def test_of_several_models_the_one_that_rounds_is_named(tmp_path, are_called_fir
                 model(torch.randn(512, 4))
         for _ in range(4):
             for model, optimizer in zip(models, optimizers, strict=True):
-                model(torch.randn(512, 4)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(optimizer, model(torch.randn(512, 4)).square().mean())
     whole, rounded = (analyse(model.session) for model in run.parts.models)
     assert found(whole) == []
     assert [finding.layer for finding in found(rounded)] == (["1"] if are_called_first else [])
@@ -216,9 +211,7 @@ def test_weights_and_random_numbers_equal_an_unwatched_runs(tmp_path):
         model = nn.Sequential(nn.Linear(4, 4), Featured(FAULTS["slots"][0]), nn.Dropout(0.5))
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(4):
-            model(torch.randn(512, 4)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.randn(512, 4)).square().mean())
         return [*model.parameters(), torch.rand(3)]
 
     with watched(tmp_path) as run:

@@ -1,7 +1,5 @@
 """Reading run directories: of one process, of several ranks, unfinished, damaged."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import json

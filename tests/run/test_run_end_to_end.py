@@ -1,7 +1,5 @@
 """Unmodified scripts have the same output and weights under plain Python and under ``mpinspect run``."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

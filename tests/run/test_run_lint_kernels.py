@@ -1,7 +1,5 @@
 """``mpinspect run --lint --kernels`` records the products, and a profile, of steps of the script."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys
@@ -11,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
+from trainings import take_step
 from watched_training import train, watched
 
 from mpinspect.kernels.profile import read_trace
@@ -55,9 +54,7 @@ def products(recording) -> list[tuple]:
 
 def train_tokens(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 6) -> None:
     for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randint(0, 11, (3, 7))).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(torch.randint(0, 11, (3, 7))).square().mean())
 
 
 def test_the_products_equal_those_of_the_models_lint(tmp_path):
@@ -98,9 +95,7 @@ def test_attention_on_a_cpu_is_recorded_as_a_gpu_computes_it(autocast, checkpoin
             x = torch.randn(2, 64, 64)
             with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
                 y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
-            optimizer.zero_grad()
-            y.float().square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, y.float().square().mean())
         return model
 
     bare = trained()
@@ -243,10 +238,7 @@ def test_a_skipped_step_ends_the_recording_too(tmp_path):
         scaler = torch.amp.GradScaler("cpu")
         for step in range(4):
             loss = model(torch.randn(5, 4)).square().mean()
-            scaler.scale(loss * float("inf") if step == 1 else loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            take_step(optimizer, loss * float("inf") if step == 1 else loss, scaler)
     assert {one.calls for one in run.parts.matmuls.matmuls} == {1}
 
 
@@ -257,10 +249,7 @@ def test_skipped_steps_are_noticed_between_sampled_steps(tmp_path):
         scaler = torch.amp.GradScaler("cpu")
         for step in range(10):
             loss = model(torch.randn(5, 4)).square().mean()
-            scaler.scale(loss * float("inf") if step in (0, 2, 3, 6) else loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            take_step(optimizer, loss * float("inf") if step in (0, 2, 3, 6) else loss, scaler)
     session = run.parts.models[0].session
     assert (session.progress.steps, session.progress.skipped_steps) == (10, 4)
     assert all(event.skipped for event in session.events)

@@ -1,7 +1,5 @@
 """``mpinspect run`` finds the model from an optimizer's parameters and the modules that the script calls."""
 
-from __future__ import annotations
-
 import copy
 import textwrap
 import weakref
@@ -10,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from trainings import take_step
 from watched_training import train, watched
 
 from mpinspect.ranges.analyse import analyse
@@ -156,9 +155,7 @@ def test_an_encoder_and_a_decoder_of_their_own(tmp_path):
         encoder, decoder = Net(nn.Linear(4, 3)), Net(nn.Linear(3, 4))
         optimizer = torch.optim.SGD([*encoder.parameters(), *decoder.parameters()])
         for _ in range(3):
-            decoder(encoder(torch.randn(5, 4))).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, decoder(encoder(torch.randn(5, 4))).square().mean())
     assert len(set(run.names)) == 2
     assert [run.steps(0), run.steps(1)] == [3, 3]
 
@@ -448,9 +445,7 @@ def test_a_parameter_outside_the_module_is_reported_separately(tmp_path):
         model, temperature = Net(nn.Linear(4, 2)), nn.Parameter(torch.tensor(0.5))
         optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
         for _ in range(5):
-            (model(torch.randn(5, 4)) * temperature).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, (model(torch.randn(5, 4)) * temperature).square().mean())
     assert run.names == ["Net", "Parameters"]
     assert [run.steps(number) for number in range(2)] == [5, 5]
     assert run.gradients(0) == {"0.weight", "0.bias"}

@@ -1,7 +1,5 @@
 """``mpinspect run`` with scripts that start processes or skip their exit handlers: unchanged behaviour, and the reports."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

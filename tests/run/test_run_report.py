@@ -1,7 +1,5 @@
 """The report of a run: its first line, its table of modules, and every format."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -13,8 +11,8 @@ import sessions
 import shape_records
 import torch
 from analysis_sessions import session_of, spread, window_of
+from trainings import inspected
 
-from mpinspect import Inspector
 from mpinspect.kernels.analysis import analyse_kernels
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.first_line import first_line, gravest
@@ -100,13 +98,7 @@ def test_the_exception_that_ended_the_script_is_reported_first_and_once():
 def _healthy_session(steps: int) -> Session:
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-    return inspector.session()
+    return inspected(model, lambda _: model(torch.randn(4, 8)).square().mean(), steps).session()
 
 
 @pytest.mark.parametrize(

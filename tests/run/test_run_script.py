@@ -1,7 +1,5 @@
 """``mpinspect run`` runs a script exactly as Python does: both are run in new processes and compared byte for byte."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal

@@ -1,7 +1,5 @@
 """A script that never detaches its Inspector: the recording is written at any kind of exit."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

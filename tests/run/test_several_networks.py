@@ -1,7 +1,5 @@
 """Several networks that train together with separate scales; several optimizers with one scale; gradient penalties."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

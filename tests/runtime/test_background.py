@@ -1,7 +1,5 @@
 """The background thread runs calls in order, can be waited for, and never runs in a forked child."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,12 +1,11 @@
 """Training with an inspector that captures every kind, and computes a step twice, is bit-identical to training without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
 import torch
 from models import SUBJECTS
+from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.kinds import KINDS
@@ -37,10 +36,8 @@ def _run(
 
 
 def _plain(subject, optimizer, scaler, losses) -> None:  # type: ignore[no-untyped-def]
-    optimizer.zero_grad()
     loss = subject.loss(subject.model, subject.batch())
-    loss.backward()
-    optimizer.step()
+    take_step(optimizer, loss)
     losses.append(loss.item())
 
 

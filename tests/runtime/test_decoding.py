@@ -1,7 +1,5 @@
 """Decoding: sizes are bounded, and a value either matches its field's annotation or raises an error."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -3,8 +3,6 @@
 The oracle is CUDA's own autocast, run on fake CUDA tensors: they have shapes and dtypes, and need no GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial

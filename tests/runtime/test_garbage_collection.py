@@ -1,7 +1,5 @@
 """Searches of the garbage collector's objects must leave no reference, which would break other threads."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

@@ -1,7 +1,5 @@
 """GPUs as data: names of devices, architectures, and plausible rates."""
 
-from __future__ import annotations
-
 import pytest
 
 from mpinspect.runtime import gpus

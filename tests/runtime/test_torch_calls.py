@@ -1,7 +1,5 @@
 """Functions of torch are wrapped while a listener is registered, and restored afterwards."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

@@ -1,7 +1,5 @@
 """The innermost line of the user's code has its text, as far as that is certain."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys

@@ -1,7 +1,5 @@
 """The user's active dispatch modes receive the training's operators, but not the inspector's."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, ClassVar
 
@@ -9,6 +7,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainings import take_step
 
 import mpinspect
 from mpinspect.ranges.kinds import KINDS
@@ -46,12 +45,9 @@ def seen(
 
     def train() -> None:
         for step in range(3):
-            optimizer.zero_grad()
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = torch.nn.functional.mse_loss(model(torch.randn(4, 8)).float(), torch.randn(4, 4))
-            scaler.scale(loss * (float("inf") if broken and step == 1 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, loss * (float("inf") if broken and step == 1 else 1.0), scaler)
 
     session = None
     with mode(calls):
@@ -99,9 +95,7 @@ def test_a_subclass_that_logs_functions_sees_no_function_of_mpinspect() -> None:
         if inspected:
             inspector.attach()
         for _ in range(3):
-            model(torch.randn(4, 8).as_subclass(kind)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, model(torch.randn(4, 8).as_subclass(kind)).square().mean())
         calls = Counter(Logged.calls)
         inspector.detach()
         return calls, inspector.session()

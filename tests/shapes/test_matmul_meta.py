@@ -1,7 +1,5 @@
 """Cached results of pointwise operators equal torch's results."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

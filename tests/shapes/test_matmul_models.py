@@ -1,7 +1,5 @@
 """record_matmuls on small Transformers models, against torch's FLOP counter, and against its autocast on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """matmuls_of: sizes by hand, FLOPs against torch's own counter, strings as the profiler writes them, and odd input."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """record_matmuls on models whose products are known by hand: sizes, modules, parameters, roles, dtypes, notes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """record_matmuls leaves the model, its gradients, the random generators and torch's settings exactly as they were."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

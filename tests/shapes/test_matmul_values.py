@@ -1,7 +1,5 @@
 """Values of meta tensors: models that read one are recorded exactly as with real tensors, or refused."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Findings on hand-written recordings: one per cause, as an expert would state them."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -48,8 +46,32 @@ def test_rules_have_ids_of_their_own():
     assert len(set(FINDING_IDS)) == len(FINDING_IDS) == 26
 
 
-def test_a_clean_layer_has_no_finding():
-    assert found(recording(*linear(4096, 1024, 1024))) == {}
+GOOD = linear(4096, 1024, 1024)
+FP32 = linear(4096, 1024, 1024, "float32")
+OWN_CODE = [replace(product, module="", parameter="", autocast=False) for product in FP32]
+FP64_ATTENTION = [replace(one, math_path="dtype") for one in eager_attention(96, 64, 64, 64, "float64")]
+
+
+@pytest.mark.parametrize(
+    ("record", "gpu", "expected"),
+    [
+        (recording(*GOOD), HOPPER, {}),
+        (recording(*FP32, tf32={"matmul": True, "convolution": True}), HOPPER, {}),
+        (recording(convolution(batch=30)), HOPPER, {"multiples-of-8-only": "info"}),
+        (recording(attention(64, 197)), HOPPER, {"multiples-of-8-only": "info"}),
+        (recording(*GOOD, *OWN_CODE, autocast_dtype="float16"), HOPPER, {"float32-beside-autocast": "info"}),
+        (recording(*linear(64, 64, 64, "float64")), HOPPER, {"float64": "warning"}),
+        (recording(*linear(64, 64, 64, "float64")), named("volta"), {"float64": "warning"}),
+        (recording(*FP64_ATTENTION), HOPPER, {"float64": "warning"}),
+        (recording(*linear(64, 1023, 64)), of_device("Quadro GP100", 6, 0), {"gpu-without-tensor-cores": "info"}),
+        (recording(*linear(64, 1023, 64)), Gpu("mystery"), {"gpu-unknown": "info"}),
+        (recording(*linear(1, 4096, 1000)), HOPPER, {"matrix-vector": "info"}),
+        (recording(*linear(1, 4096, 4095, backward=False)), HOPPER, {"matrix-vector": "info"}),
+        (recording(convolution(channels=(64, 64), groups=64)), HOPPER, {"depthwise": "info"}),
+    ],
+)
+def test_all_findings_on_a_recording(record, gpu, expected):
+    assert severities(record, gpu) == expected
 
 
 def test_1023_inputs_are_one_finding_with_the_sizes_name_and_the_fix():
@@ -306,10 +328,6 @@ def test_an_odd_number_of_rows_is_no_finding_above_info():
     assert finding.evidence["talk_rule_broken"] == 3
 
 
-def test_an_odd_batch_of_images_breaks_the_talks_rule_alone():
-    assert severities(recording(convolution(batch=30))) == {"multiples-of-8-only": "info"}
-
-
 # -- dtypes ---------------------------------------------------------------------------------------------------------
 
 
@@ -321,11 +339,6 @@ def test_disabled_tf32_is_reported_before_padding():
     size = next(finding for finding in report.findings if finding.id == "odd-size")
     assert "all of them once they are on Tensor Cores" in size.message
     assert {row.finding for row in report.matmuls} == {"tf32-off"}
-
-
-def test_with_tf32_allowed_good_shapes_have_no_finding():
-    record = recording(*linear(4096, 1024, 1024, "float32"), tf32={"matmul": True, "convolution": True})
-    assert found(record) == {}
 
 
 def test_tf32_of_convolutions_has_its_own_switch():
@@ -352,28 +365,10 @@ def test_fp32_under_autocast_is_named():
     assert finding.evidence["estimated_speedup_high"] == pytest.approx(989.4 / 66.9, rel=1e-6)
 
 
-def test_fp32_products_of_the_scripts_own_code_outside_autocast_are_info():
-    own = [replace(product, module="", parameter="", autocast=False) for product in linear(4096, 1024, 1024, "float32")]
-    assert severities(recording(*linear(4096, 1024, 1024), *own, autocast_dtype="float16")) == {
-        "float32-beside-autocast": "info"
-    }
-
-
-def test_fp64_is_a_root_cause_even_where_it_is_native():
-    assert severities(recording(*linear(64, 64, 64, "float64")))["float64"] == "warning"
-    assert severities(recording(*linear(64, 64, 64, "float64")), named("volta"))["float64"] == "warning"
-
-
 def test_bf16_on_turing():
     assert (
         "use float16" in found(recording(*linear(64, 64, 64, "bfloat16")), named("turing"))["dtype-not-multiplied"].fix
     )
-
-
-def test_gpus_without_verdict_give_one_info():
-    record = recording(*linear(64, 1023, 64))
-    assert severities(record, of_device("Quadro GP100", 6, 0)) == {"gpu-without-tensor-cores": "info"}
-    assert severities(record, Gpu("mystery")) == {"gpu-unknown": "info"}
 
 
 def test_a_card_without_rates_gives_no_gain():
@@ -429,15 +424,6 @@ def test_a_gain_that_rounds_to_zero_is_not_worth_it(high, saved, nothing):
 
 
 # -- structure ------------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_of_one_is_matrix_vector_forward_and_backward():
-    assert severities(recording(*linear(1, 4096, 1000))) == {"matrix-vector": "info"}
-
-
-def test_matrix_vector_products_are_info():
-    record = recording(*linear(1, 4096, 4095, backward=False))
-    assert severities(record) == {"matrix-vector": "info"}
 
 
 def test_eager_attention_is_named_with_its_tokens():
@@ -526,20 +512,11 @@ def test_an_images_channels_are_not_taken_for_another_layers_size():
     }
 
 
-def test_fp64_attention_is_its_dtype():
-    products = [replace(one, math_path="dtype") for one in eager_attention(96, 64, 64, 64, "float64")]
-    assert set(found(recording(*products))) == {"float64"}
-
-
 def test_chained_products_of_other_sizes_are_not_taken_for_attention():
     a, b, c = row_major((4, 64, 32)), row_major((4, 32, 128)), row_major((4, 64, 16))
     assert "unfused-attention" not in found(
         recording(gemm(a, b, module="x"), gemm(c, row_major((4, 16, 32)), module="x"))
     )
-
-
-def test_fused_attention_of_197_tokens_is_fine():
-    assert severities(recording(attention(64, 197))) == {"multiples-of-8-only": "info"}
 
 
 def test_attention_heads_and_masks():
@@ -593,10 +570,6 @@ def test_a_mask_costs_no_more_than_its_copy():
     masked = attention(64, 1001, bias=row_major((1, 1, 1001, 1001)))
     finding = found(recording(masked))["attention-mask"]
     assert 1 < finding.evidence["estimated_speedup_high"] < 1.1
-
-
-def test_depthwise_is_info():
-    assert severities(recording(convolution(channels=(64, 64), groups=64))) == {"depthwise": "info"}
 
 
 def test_a_misaligned_view_is_not_blamed_on_a_size():

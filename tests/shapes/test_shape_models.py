@@ -1,7 +1,5 @@
 """Well-known models, built from their configurations on the meta device, have the findings that an expert would state."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 

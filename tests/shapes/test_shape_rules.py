@@ -1,7 +1,5 @@
 """judge(): each rule on hand-written products, and the arithmetic of alignment against brute force."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -32,31 +30,19 @@ def test_the_talks_linear_layer_satisfies_both_rules():
         assert verdict.alignment_bytes == 128
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(9, 8, 8), (8, 9, 8), (8, 8, 9)])
-def test_one_odd_size_breaks_the_talks_rule(m, n, k):
-    assert judge(gemm(row_major((m, k)), row_major((k, n))), HOPPER).multiples_of_8 is False
-
-
-def test_int8_needs_multiples_of_16():
-    product = gemm(row_major((32, 24), "int8"), row_major((24, 32), "int8"))
-    assert judge(product, HOPPER).multiples_of_8 is False
-    assert judge(gemm(row_major((32, 16), "int8"), row_major((16, 32), "int8")), HOPPER).multiples_of_8 is True
-
-
-def test_the_talks_rule_does_not_apply_to_fp64_fp8_and_depthwise_convolutions():
-    assert judge(linear(64, 64, 64, "float64")[0], HOPPER).multiples_of_8 is None
-    assert judge(linear(64, 64, 64, "float8_e4m3fn")[0], HOPPER).multiples_of_8 is None
-    assert judge(convolution(channels=(64, 64), groups=64), HOPPER).multiples_of_8 is None
-
-
-def test_fp32_products_are_judged_by_the_requirements_of_fp16():
-    assert judge(linear(64, 64, 64, "float32")[0], named("volta")).multiples_of_8 is True
-    assert judge(linear(64, 60, 64, "float32")[0], named("volta")).multiples_of_8 is False
-
-
 @pytest.mark.parametrize(
     ("product", "kept"),
     [
+        *((gemm(row_major((m, k)), row_major((k, n))), False) for m, n, k in [(9, 8, 8), (8, 9, 8), (8, 8, 9)]),
+        # INT8 needs multiples of 16; FP32 is judged by the requirements of FP16.
+        (gemm(row_major((32, 24), "int8"), row_major((24, 32), "int8")), False),
+        (gemm(row_major((32, 16), "int8"), row_major((16, 32), "int8")), True),
+        (linear(64, 64, 64, "float32")[0], True),
+        (linear(64, 60, 64, "float32")[0], False),
+        # The rule does not apply to FP64, FP8 and depthwise convolutions.
+        (linear(64, 64, 64, "float64")[0], None),
+        (linear(64, 64, 64, "float8_e4m3fn")[0], None),
+        (convolution(channels=(64, 64), groups=64), None),
         (convolution(batch=32), True),
         (convolution(batch=30), False),
         (convolution(channels=(3, 64)), False),
@@ -68,8 +54,8 @@ def test_fp32_products_are_judged_by_the_requirements_of_fp16():
         (attention(60, 512), False),
     ],
 )
-def test_the_talks_sizes_of_convolutions_and_attention(product, kept):
-    assert judge(product, HOPPER).multiples_of_8 is kept
+def test_which_products_keep_the_talks_rule(product, kept):
+    assert judge(product, named("volta") if product.dtype == "float32" else HOPPER).multiples_of_8 is kept
 
 
 # -- the stride rule ------------------------------------------------------------------------------------------------
@@ -155,10 +141,6 @@ def test_the_batch_stride_counts():
     assert "matrices of the batch" in verdict.reason
 
 
-def test_a_batch_of_one_has_no_batch_stride():
-    assert judge(gemm(Operand((1, 8, 8), (65, 8, 1), "float16"), row_major((1, 8, 8))), HOPPER).verdict == "native"
-
-
 def test_a_vector_has_no_row_stride():
     layout = layout_of("A", Operand((1, 1023), (1023, 1), "float16"))
     assert layout is not None
@@ -226,17 +208,21 @@ def test_fp64_where_the_gpu_multiplies_it(architecture):
     assert judge(linear(64, 63, 64, "float64")[0], gpu).verdict == expected
 
 
-def test_fp64_needs_no_16_bytes():
-    assert judge(linear(64, 63, 65, "float64")[0], HOPPER).verdict == "native"
-
-
-def test_integers_other_than_int8_are_off():
-    assert judge(linear(64, 64, 64, "int32")[0], HOPPER).verdict == "off"
-    assert judge(linear(64, 64, 64, "int8")[0], HOPPER).verdict == "native"
-
-
-def test_complex_products_are_unknown():
-    assert judge(linear(64, 64, 64, "complex64")[0], HOPPER).verdict == "unknown"
+@pytest.mark.parametrize(
+    ("product", "verdict"),
+    [
+        # FP64 needs no 16 bytes, a batch of one has no batch stride.
+        (linear(64, 63, 65, "float64")[0], "native"),
+        (gemm(Operand((1, 8, 8), (65, 8, 1), "float16"), row_major((1, 8, 8))), "native"),
+        (linear(64, 64, 64, "int8")[0], "native"),
+        (linear(64, 64, 64, "int32")[0], "off"),
+        (linear(64, 64, 64, "complex64")[0], "unknown"),
+        # A misaligned chunk of fused queries, keys and values.
+        (attention(64, a=Operand((8, 12, 512, 64), (512 * 2308, 64, 2308, 1), "float16", 4)), "degraded"),
+    ],
+)
+def test_verdicts(product, verdict):
+    assert judge(product, HOPPER).verdict == verdict
 
 
 def test_gpus_without_tensor_cores_and_unknown_ones():
@@ -367,11 +353,6 @@ def test_fp32_attention_is_3xtf32_from_ampere_on():
 
 def test_flash_attention_ends_at_256():
     assert any("beyond flash" in remark for remark in judge(attention(320, backend=""), HOPPER).remarks)
-
-
-def test_a_misaligned_chunk_of_fused_qkv():
-    q = Operand((8, 12, 512, 64), (512 * 2308, 64, 2308, 1), "float16", 4)
-    assert judge(attention(64, a=q), HOPPER).verdict == "degraded"
 
 
 def test_recurrent_products_follow_the_stride_rule():

@@ -1,7 +1,5 @@
 """loss_scale="auto": inspects a block of steps and sets the scale from it, without affecting the training."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The culprit of a skipped step, in backward order, for any structure of the model; and the module of a broken forward."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

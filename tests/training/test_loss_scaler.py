@@ -1,7 +1,5 @@
 """LossScaler decides as torch.amp.GradScaler does; its additional rules are compared with a simulation."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math
@@ -19,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainings import take_step
 
 from mpinspect.training.loss_scaler import LossScaleCollapsedError, LossScaler, LossScaleWarning
 from mpinspect.training.scale_rules import PRESETS
@@ -128,10 +127,7 @@ def test_skips_caused_by_the_scale_itself(fused: bool) -> None:
         optimizer = torch.optim.SGD([weight], lr=2.0**-10, fused=fused)
         runs.append([])
         for _ in range(60):
-            optimizer.zero_grad()
-            scaler.scale(weight.square().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, weight.square().sum(), scaler)
             runs[-1].append((scaler.get_scale(), weight[0].item()))
     assert runs[0] == runs[1]
     assert isinstance(scaler, LossScaler)
@@ -494,10 +490,7 @@ def test_learning_rates_need_no_change() -> None:
             optimizer = make(model.parameters())
             scaler = LossScaler.static(scale, device="cpu")
             for _ in range(60):
-                optimizer.zero_grad()
-                scaler.scale((model(x) - y).square().mean()).backward()
-                scaler.step(optimizer)
-                scaler.update()
+                take_step(optimizer, (model(x) - y).square().mean(), scaler)
             assert scaler.skipped_steps == 0
             results.append([parameter.detach() for parameter in model.parameters()])
         for weights in results[1:]:

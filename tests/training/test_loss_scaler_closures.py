@@ -1,7 +1,5 @@
 """Steps with closures under a loss scaler: weights equal those without one, and an overflow restores the previous state."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Conversion between state dicts of LossScaler, GradScaler and apex.amp; pickles and copies."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -1,7 +1,5 @@
 """FP32 master weights, for any model and optimizer, and by hand as in NVIDIA's GTC 2018 talk."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """MixedPrecision: every precision trains, resumes, explains skipped steps and refuses unsupported input."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """The FP8 precisions: what torchao converts, what it is refused, and that the three train."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 

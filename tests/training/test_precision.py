@@ -1,7 +1,5 @@
 """The precisions as data, the conversion of models, and normalisation layers in half precision."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tensors saved for the backward are half, and take at most 0.6 of FP32's bytes, measured by autograd's hooks."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The torch settings that are suggested for an observed training."""
 
-from __future__ import annotations
-
 import copy
 import io
 from dataclasses import replace

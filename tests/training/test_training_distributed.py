@@ -4,8 +4,6 @@ The data are small integers and the learning rate a power of two, so that every 
 too. If a step is skipped, a third one runs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Misuse that would go unnoticed: dropped batches, direct optimizer steps, foreign checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

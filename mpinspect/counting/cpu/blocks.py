@@ -6,8 +6,9 @@ adds bit d of a word to its class's ``planes``, d its distance. In tiles whose m
 larger distances have planes of their own. Powers of two are found along the way and counted one by one, and so are blocks whose
 largest magnitude is so small that subnormals lie within the planes' reach.
 
-Exponents can be counted along with the blocks, while the values are in the cache. Importing compiles the loops or reads
-them from numba's cache.
+Exponents can be counted along with the blocks. Where the magnitudes of a tile lie within 32 powers of two, one shift more makes
+the bit of a value's exponent from its distance; other tiles are read once more while they are in the cache. Importing compiles
+the loops or reads them from numba's cache.
 """
 
 from __future__ import annotations
@@ -35,29 +36,33 @@ types: Any = numba.types
 
 _CLASSES, _TURNS = len(CUTS) + 1, planes.COLUMNS // LANES
 #: Elements of a tile, unless a block has more; and those of the largest block.
-_TILE, _MOST_ELEMENTS = 4096, 1 << 16
-#: Elements whose exponents are counted before their blocks, where no copy is needed: they stay in the second-level cache.
-_TOGETHER = 8 * _TILE
+_TILE, _MOST_ELEMENTS = 8192, 1 << 16
+#: Elements whose exponents, if they are counted apart, are counted before their blocks, where no copy is needed: they stay in the
+#: second-level cache.
+_TOGETHER = 4 * _TILE
 #: Magnitudes are doubled, so that the sign is shifted out: their mantissas have 24 bits.
 _FIELD, _MANTISSA = 24, (1 << 24) - 1
 _CUTS = tuple(int((cut - 1) * (1 << _FIELD)) for cut in CUTS)
+#: A bit of listed edges that are no powers of two.
+_NEAR_NEXT = 1 << 16
+#: The largest ``_edge_key`` of an edge, whose significand is 1, or at least 2 - 2^-11.
+_EDGE = 1 << (32 - 11)
 #: Blocks with a largest magnitude of a lower exponent field are too small to be counted at all. Those outside the next two are
 #: counted one by one: within these, neither a zero nor a value next to a limit of all ones has a bit in the planes.
 _TINY_FIELD, _LEAST_FIELD, _MOST_FIELD, _BROKEN_FIELD = LOWEST_EXPONENT + 127, 64, 191, 255
 _NO_LIMIT = (1 << 32) - 1
 #: Sets of planes: of each reach (distances below 32, and up to 63) and class; then of 32 exponents of largest magnitudes each.
 _REACHES, _WINDOWS = 2, 8
-_SETS = _REACHES * _CLASSES + _WINDOWS
+#: The last set: of exponents.
+_EXPONENT_SET = _REACHES * _CLASSES + _WINDOWS
+_SETS = _EXPONENT_SET + 1
 #: Rows of a set: lower planes and their carries, the other planes, and the state.
 _UPPER = planes.LOWER + 1
 _STATE = _UPPER + planes.ROWS
 _SET_ROWS = _STATE + 1
 _SET_BYTES = _SET_ROWS * planes.ROW_BYTES
-#: Prefetch distance in bytes: as far as exponents are counted ahead of blocks.
-_AHEAD = 4 * _TOGETHER
-#: The lines of each sixteen that two passes prefetch. The pass that counts exponents prefetches the others: one pass alone would
-#: wait for the memory, and the others would leave it idle.
-_AHEAD_WHILE_MEASURING, _AHEAD_WHILE_ADDING = range(4), range(4, 12)
+#: Prefetch distance in bytes: a tile. The pass over listed vectors prefetches, since it takes longest: the memory is never idle.
+_AHEAD = 4 * _TILE
 #: A number of elements that no tensor has.
 _ALL = 1 << 48
 
@@ -75,6 +80,8 @@ _ZEROS = _MAXIMA + _WINDOWS * planes.WINDOW
 _OVER = _ZEROS + _WINDOWS * planes.WINDOW
 _ZERO = _OVER + len(CUTS)
 _ROW = _ZERO + 1
+#: The fields of a tile's ``window``, and the place of its first count.
+_LOWEST, _ELEMENTS, _IS_APART, _IN_WINDOW = range(4)
 
 
 class _Tile(NamedTuple):
@@ -82,17 +89,19 @@ class _Tile(NamedTuple):
 
     Args:
         words: uint32, float32 values of whole vectors; ``narrow``, uint16, the same in 16 bits; ``wide``, uint32, rows.
-        chosen: some of the words, zeros in place of the others; ``places``, uint32, the counters of powers of two.
+        chosen: some of the words, zeros in place of the others; ``places``, uint32, a tile's edges.
         tops: uint32, the largest doubled magnitude in each vector's block; ``halves``, half of it. ``zeros``, uint8, the zeros in
             each vector.
         numbers: int32, shape (_CLASSES, ...): the numbers of the vectors in each class; ``limits``, uint32: their tops with all
-            bits of the mantissa; ``powers``, uint16: for each sixteen of these vectors, the lanes with a power of two.
+            bits of the mantissa; ``edges``, uint16: for each sixteen of these vectors, the lanes with an edge.
         listed: int64, shape (_CLASSES, 4): for each class, the addresses of these lists, and the number of vectors.
         windows: uint32, shape (_WINDOWS, ...): the limit of each window of maxima, repeated; ``order``, int32: 0, 1, 2, ...
         sets: uint32, shape (_SETS, _SET_ROWS, planes.COLUMNS): lower planes with their carries, the other planes, and the state:
             as int64, the turns in the lower planes, and the blocks.
         found_zeros: int64, shape (_COPIES, 256): counters of zeros by the exponent field of their block's largest magnitude;
             ``found_powers``, shape (_COPIES, _CLASSES * DISTANCES): of powers of two.
+        window: int64: the lowest exponent field in the planes of exponents; the elements counted there, zeros included; whether
+            the last tile did not fit; then 32 counts.
     """
 
     words: Any
@@ -105,13 +114,14 @@ class _Tile(NamedTuple):
     zeros: Any
     numbers: Any
     limits: Any
-    powers: Any
+    edges: Any
     listed: Any
     windows: Any
     order: Any
     sets: Any
     found_zeros: Any
     found_powers: Any
+    window: Any
 
 
 @compiled
@@ -134,10 +144,10 @@ def _new_tile(padded: Any) -> Any:
     listed, width = np.zeros((_CLASSES, 4), np.int64), vectors + LANES
     numbers = _aligned(np.zeros(_CLASSES * width + VECTOR_BYTES, np.int32))
     limits = _aligned(np.zeros(_CLASSES * width + VECTOR_BYTES, np.uint32))
-    powers = np.zeros((_CLASSES, width // LANES), np.uint16)
+    edges = np.zeros((_CLASSES, width // LANES), np.uint16)
     for c in range(_CLASSES):
         listed[c, 0], listed[c, 1] = _place(numbers[c * width :]), _place(limits[c * width :])
-        listed[c, 2] = _place(powers[c])
+        listed[c, 2] = _place(edges[c])
     turns = -(-vectors // planes.COLUMNS)
     windows = np.zeros((_WINDOWS, turns * LANES), np.uint32)
     for window in range(_WINDOWS):
@@ -153,13 +163,14 @@ def _new_tile(padded: Any) -> Any:
         np.zeros(vectors, np.uint8),
         numbers,
         limits,
-        powers,
+        edges,
         listed,
         windows,
         np.arange(turns * LANES).astype(np.int32),
         _aligned(np.zeros(_SETS * _SET_BYTES // 4 + VECTOR_BYTES, np.uint32)),
         np.zeros((_COPIES, _WINDOWS * planes.WINDOW), np.int64),
         np.zeros((_COPIES, _CLASSES * DISTANCES), np.int64),
+        np.zeros(_IN_WINDOW + planes.WINDOW, np.int64),
     )
 
 
@@ -177,13 +188,14 @@ def _without_owners(tile: Any) -> Any:
         kernels.without_owner(tile.zeros),
         kernels.without_owner(tile.numbers),
         kernels.without_owner(tile.limits),
-        kernels.without_owner(tile.powers),
+        kernels.without_owner(tile.edges),
         kernels.without_owner(tile.listed),
         kernels.without_owner(tile.windows),
         kernels.without_owner(tile.order),
         kernels.without_owner(tile.sets),
         kernels.without_owner(tile.found_zeros),
         kernels.without_owner(tile.found_powers),
+        kernels.without_owner(tile.window),
     )
 
 
@@ -215,26 +227,23 @@ def _largest_of_each(code: Code, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
-def _measure(context: Any, words: Any, tops: Any, groups: Any, vectors: Any, ahead: Any) -> Any:
+def _measure(context: Any, words: Any, tops: Any, groups: Any, vectors: Any) -> Any:
     """Fill a tile's tops from its words, in groups of sixteen vectors; return the least doubled magnitude (int64).
 
     Args:
         vectors: neighbours that share their top, a power of two up to sixteen.
-        ahead: address of the tensor's memory to prefetch meanwhile, as many bytes.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        words, tops, groups, vectors, ahead = arguments
+        words, tops, groups, vectors = arguments
         code = Code(builder)
 
         def body(group: Any, state: list[Any]) -> list[Any]:
             offset = builder.mul(group, constant(I64, LANES * VECTOR_BYTES))
-            source, later = builder.add(words, offset), builder.add(ahead, offset)
+            source = builder.add(words, offset)
             found, least = [], state[0]
             for k in range(LANES):
                 value = code.load(source, k * VECTOR_BYTES)
-                if k in _AHEAD_WHILE_MEASURING:
-                    code.prefetch(later, k * VECTOR_BYTES, level=2)
                 found.append(builder.add(value, value))
                 least = code.operation("umin", least, found[-1])
             top = _largest_of_each(code, found)
@@ -248,7 +257,7 @@ def _measure(context: Any, words: Any, tops: Any, groups: Any, vectors: Any, ahe
         (least,) = code.loop(groups, [constant(Words, _NO_LIMIT)], body)
         return builder.zext(code.operation("vector.reduce.umin", least, result=I32), I64)
 
-    return types.int64(*[types.int64] * 5), generate
+    return types.int64(*[types.int64] * 4), generate
 
 
 def _count_zeros(context: Any, words: Any, zeros: Any, vectors: Any) -> Any:
@@ -371,8 +380,10 @@ def _count_beyond(context: Any, words: Any, numbers: Any, limits: Any, vectors: 
     return types.int64(*[types.int64] * 4), generate
 
 
-def _list_powers(context: Any, words: Any, numbers: Any, limits: Any, vectors: Any, first: Any, target: Any) -> Any:
-    """Write where the powers of two in listed vectors are counted: ``first`` plus their distance (uint32), at most the last bin.
+def _list_edges(context: Any, words: Any, numbers: Any, limits: Any, vectors: Any, first: Any, target: Any) -> Any:
+    """Write the powers of two in listed vectors, and the values near the next one, as edges (uint32).
+
+    An edge has three bytes: ``first`` plus the distance, at most the last bin; the exponent field; 1 if no power of two.
 
     Returns:
         int64: their number; subnormals are left out. Up to a vector more is written.
@@ -386,19 +397,40 @@ def _list_powers(context: Any, words: Any, numbers: Any, limits: Any, vectors: A
         def body(k: Any, state: list[Any]) -> list[Any]:
             offset = builder.mul(k, constant(I64, 4))
             magnitude, limit = _vector(code, words, builder.add(numbers, offset), builder.add(limits, offset), 0)
-            distance = builder.lshr(builder.sub(limit, magnitude), constant(Words, _FIELD))
+            below = builder.sub(limit, magnitude)
+            distance = builder.lshr(below, constant(Words, _FIELD))
             place = builder.add(start, code.operation("umin", distance, constant(Words, DISTANCES - 1)))
-            nonzero = builder.icmp_unsigned("!=", magnitude, constant(Words, 0))
-            is_power = builder.and_(_is_power(builder, magnitude), nonzero)
-            _kept(code, place, is_power, builder.add(target, builder.mul(state[0], constant(I64, 4))))
-            return [builder.add(state[0], _ones(code, is_power))]
+            field = builder.shl(builder.lshr(magnitude, constant(Words, _FIELD)), constant(Words, 8))
+            is_power = _is_power(builder, magnitude)
+            kind = builder.select(is_power, constant(Words, 0), constant(Words, _NEAR_NEXT))
+            is_edge = builder.icmp_unsigned(">", magnitude, constant(Words, _MANTISSA))
+            is_edge = builder.and_(
+                is_edge, builder.icmp_unsigned("<=", _edge_key(builder, below), constant(Words, _EDGE))
+            )
+            edge = builder.or_(builder.or_(place, field), kind)
+            _kept(code, edge, is_edge, builder.add(target, builder.mul(state[0], constant(I64, 4))))
+            return [builder.add(state[0], _ones(code, is_edge))]
 
         return code.loop(vectors, [constant(I64, 0)], body)[0]
 
     return types.int64(*[types.int64] * 6), generate
 
 
-def _adder(way: str) -> Any:
+def _edge_key(builder: Any, below: Any) -> Any:
+    """Return words, made of a limit minus magnitudes, of at most _EDGE for zeros, powers of two and values near the next one."""
+    return builder.shl(builder.add(below, constant(Words, 1)), constant(Words, 32 - _FIELD))
+
+
+class _Way(NamedTuple):
+    """How vectors are added to planes: whether their class is a higher one; whether exponents are added, too; or both not, and
+    single values are not looked at."""
+
+    higher: bool = False
+    exponents: bool = False
+    plain: bool = False
+
+
+def _adder(way: _Way) -> Any:
     def add(
         context: Any,
         words: Any,
@@ -406,76 +438,89 @@ def _adder(way: str) -> Any:
         limits: Any,
         turns: Any,
         lower: Any,
-        powers: Any,
+        edges: Any,
         over: Any,
         ahead: Any,
+        exponents: Any,
+        lowest: Any,
     ) -> Any:
         """Add listed vectors to the lower planes, sixteen a turn.
 
         Args:
             numbers, limits: addresses of the vectors' numbers, and of their limits.
             lower: address of the first sixteen columns to fill; each turn fills the next sixteen.
-            powers: address of uint16s for the lanes with powers of two, one a turn. PLAIN: the distance of the first bit instead.
-            over: with HIGHER, address of int64s, to which the numbers of values beyond each cut are added.
+            edges: address of uint16s for the lanes with edges, one a turn. PLAIN: the distance of the first bit instead.
+            over: where ``way`` is higher, address of int64s, to which the numbers of values beyond each cut are added.
             ahead: address to prefetch from, as many lines as there are vectors; not with PLAIN.
+            exponents: address of the first sixteen columns of the lower planes of exponents, if ``way`` adds to them.
+            lowest: their lowest exponent field.
 
         Returns:
-            int64, non-zero if a power of two was found.
+            int64, non-zero if an edge was found: a power of two, or with exponents a value near the next one.
         """
-        return types.int64(*[types.int64] * 8), lambda *arguments: _generate_add(way, *arguments)
+        return types.int64(*[types.int64] * 10), lambda *arguments: _generate_add(way, *arguments)
 
     return intrinsic(add)
 
 
-def _generate_add(way: str, context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    words, numbers, limits, turns, lower, powers, over, ahead = arguments
+def _generate_add(way: _Way, context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+    words, numbers, limits, turns, lower, edges, over, ahead, exponents, lowest = arguments
     code, zero, one = Code(builder), constant(Words, 0), constant(Words, 1)
-    bit = _bits(context, code)
-    first = _splat(builder, builder.trunc(builder.shl(powers, constant(I64, _FIELD)), I32))
+    left, right = _shift(context, code, "l"), _shift(context, code, "r")
+    first = _splat(builder, builder.trunc(builder.shl(edges, constant(I64, _FIELD)), I32))
+    lowest_field = _splat(builder, builder.trunc(lowest, I32))
+    starts = code.memory()
 
     def body(turn: Any, state: list[Any]) -> list[Any]:
-        any_power, *beyond = state
+        any_edge, *beyond = state
         offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
         listed, ends = builder.add(numbers, offset), builder.add(limits, offset)
         later = builder.add(ahead, builder.mul(offset, constant(I64, LANES)))
-        sums, found = planes.Sums(code), zero
+        sums, exponent_sums, least = planes.Sums(code), planes.Sums(code), constant(Words, _NO_LIMIT)
+        if way.exponents:
+            fields = builder.lshr(code.load(ends, 0), constant(Words, _FIELD))
+            code.store(left(one, builder.sub(fields, lowest_field)), starts, 0)
         for k in range(LANES):
-            if way != PLAIN and k in _AHEAD_WHILE_ADDING:
+            if not way.plain:
                 code.prefetch(later, k * VECTOR_BYTES, level=2)
             magnitude, limit = _vector(code, words, listed, ends, k)
             below = builder.sub(limit, magnitude)
-            if way == PLAIN:
+            if way.plain:
                 below = builder.sub(below, first)
             else:
-                found = builder.or_(found, builder.select(_is_power(builder, magnitude), magnitude, zero))
+                nonzero = builder.icmp_unsigned("!=", magnitude, zero)
+                least = builder.select(nonzero, code.operation("umin", least, _edge_key(builder, below)), least)
             for c, cut in enumerate(_CUTS[: len(beyond)]):
                 is_over = builder.icmp_unsigned("<", below, constant(Words, _MANTISSA - cut))
-                beyond[c] = builder.select(is_over, builder.add(beyond[c], one), beyond[c])
-            sums.add(bit(builder.lshr(below, constant(Words, _FIELD))), 0)
-        columns = builder.add(lower, offset)
-        sums.store(columns, columns)
-        if way != PLAIN:
-            lanes = builder.bitcast(builder.icmp_unsigned("!=", found, zero), I16)
-            code.store(lanes, builder.add(powers, builder.add(turn, turn)), 0)
-        return [builder.or_(any_power, found), *beyond]
+                beyond[c] = builder.add(beyond[c], _ones(code, is_over))
+            distance = builder.lshr(below, constant(Words, _FIELD))
+            sums.add(left(one, distance), 0)
+            if way.exponents:
+                exponent_sums.add(right(_splat(builder, code.load(starts, 4 * k, I32)), distance), 0)
+        for total, columns in ((sums, lower), (exponent_sums, exponents))[: 1 + way.exponents]:
+            total.store(builder.add(columns, offset), builder.add(columns, offset))
+        is_edge = builder.icmp_unsigned("<=", least, constant(Words, _EDGE))
+        if not way.plain:
+            code.store(builder.bitcast(is_edge, I16), builder.add(edges, builder.add(turn, turn)), 0)
+        return [builder.or_(any_edge, builder.zext(is_edge, Words)), *beyond]
 
-    any_power, *beyond = code.loop(turns, [zero] * (1 + (len(_CUTS) if way == HIGHER else 0)), body)
-    for c, vector in enumerate(beyond):
-        total = builder.zext(code.operation("vector.reduce.add", vector, result=I32), I64)
+    any_edge, *beyond = code.loop(turns, [zero, *[constant(I64, 0)] * (len(_CUTS) if way.higher else 0)], body)
+    for c, total in enumerate(beyond):
         code.store(builder.add(code.load(over, 8 * c, I64), total), over, 8 * c)
-    return builder.zext(code.operation("vector.reduce.or", any_power, result=I32), I64)
+    return builder.zext(code.operation("vector.reduce.or", any_edge, result=I32), I64)
 
 
-def _bits(context: Any, code: Code) -> Callable[[Any], Any]:
-    """Return a function that makes words with one bit, or zero from 32 on, of the bits' numbers."""
-    builder, one = code.builder, constant(Words, 1)
+def _shift(context: Any, code: Code, side: str) -> Callable[[Any, Any], Any]:
+    """Return a function that shifts words to the left ("l") or right ("r") by numbers of bits; from 32 on they are zero."""
+    builder = code.builder
 
-    def by_shift(number: Any) -> Any:
+    def by_shift(words: Any, number: Any) -> Any:
         inside = builder.icmp_unsigned("<", number, constant(Words, planes.WINDOW))
-        return builder.select(inside, builder.shl(one, number), constant(Words, 0))
+        shifted = (builder.shl if side == "l" else builder.lshr)(words, number)
+        return builder.select(inside, shifted, constant(Words, 0))
 
-    def by_instruction(number: Any) -> Any:
-        return code.operation("x86.avx512.psllv.d", one, number, suffix="512")
+    def by_instruction(words: Any, number: Any) -> Any:
+        return code.operation(f"x86.avx512.ps{side}lv.d", words, number, suffix="512")
 
     _, _, features = context.codegen().magic_tuple()
     # Its shift has this very result, but LLVM compares all the same.
@@ -519,10 +564,9 @@ measure: Any = intrinsic(_measure)
 count_zeros: Any = intrinsic(_count_zeros)
 sort: Any = intrinsic(_sort)
 count_beyond: Any = intrinsic(_count_beyond)
-list_powers: Any = intrinsic(_list_powers)
-#: Vectors of the lowest class; of a higher one; either, without a look at single values.
-LOWEST, HIGHER, PLAIN = "lowest", "higher", "plain"
-add_lowest, add_higher, add_plain = _adder(LOWEST), _adder(HIGHER), _adder(PLAIN)
+list_edges: Any = intrinsic(_list_edges)
+add_plain, add_lowest, add_higher = _adder(_Way(plain=True)), _adder(_Way()), _adder(_Way(higher=True))
+add_lowest_exponents, add_higher_exponents = _adder(_Way(exponents=True)), _adder(_Way(higher=True, exponents=True))
 transpose: Any = intrinsic(_transpose)
 
 
@@ -567,6 +611,18 @@ def _end_block(planes_at: Any, counts_at: Any) -> None:
 
 
 @compiled
+def _empty(planes_at: Any, counts_at: Any) -> None:
+    """Add all that a set of planes holds to the counts, and clear it."""
+    state = _state_of(planes_at)
+    if state[0]:
+        # No turn has filled the other columns.
+        _rows_of(planes_at)[planes.LOWER, LANES * state[0] :] = np.uint32(0)
+        _end_block(planes_at, counts_at)
+    if state[1]:
+        _take(planes_at, counts_at)
+
+
+@compiled
 def _planes_place(sets: Any, number: Any) -> Any:
     """Return the address of a set of planes."""
     return sets + _SET_BYTES * number
@@ -583,54 +639,104 @@ def _counts_place(found: Any, number: Any) -> Any:
 # The functions for each tile take addresses: a call copies every field of a tuple of arrays.
 @compiled
 def _add_listed(
-    words: Any, numbers: Any, limits: Any, length: Any, sets: Any, number: Any, powers: Any, found: Any, ahead: Any
+    words: Any,
+    numbers: Any,
+    limits: Any,
+    length: Any,
+    sets: Any,
+    number: Any,
+    edges: Any,
+    found: Any,
+    ahead: Any,
+    window: Any,
 ) -> Any:
     """Add listed vectors to the set of planes of this number; return what the adders return.
 
     Args:
         sets, found: addresses of the sets of planes, and of the result. The others are the adders'.
+        window: address of the tile's window if exponents are added too, or 0.
     """
-    planes_at, over = _planes_place(sets, number), found + 8 * _OVER
-    state = _state_of(planes_at)
+    planes_at, over, exponents_at = _planes_place(sets, number), found + 8 * _OVER, _planes_place(sets, _EXPONENT_SET)
+    state, exponents, lowest = _state_of(planes_at), _state_of(exponents_at), np.int64(0)
     seen, turns = np.int64(0), -(-length // LANES)
+    if window:
+        lowest = _window_at(window)[_LOWEST]
     while turns > 0:
         now = min(turns, _TURNS - state[0])
-        lower = planes_at + VECTOR_BYTES * state[0]
-        if number >= _CLASSES:
-            add_plain(words, numbers, limits, now, lower, powers, over, ahead)
+        lower, others = planes_at + VECTOR_BYTES * state[0], exponents_at + VECTOR_BYTES * exponents[0]
+        if window:
+            now = min(now, _TURNS - exponents[0])
+            if number:
+                seen |= add_higher_exponents(words, numbers, limits, now, lower, edges, over, ahead, others, lowest)
+            else:
+                seen |= add_lowest_exponents(words, numbers, limits, now, lower, edges, over, ahead, others, lowest)
+            exponents[0] += now
+            if exponents[0] == _TURNS:
+                _end_block(exponents_at, window + 8 * _IN_WINDOW)
+        elif number >= _CLASSES:
+            add_plain(words, numbers, limits, now, lower, edges, over, ahead, others, lowest)
         elif number:
-            seen |= add_higher(words, numbers, limits, now, lower, powers, over, ahead)
+            seen |= add_higher(words, numbers, limits, now, lower, edges, over, ahead, others, lowest)
         else:
-            seen |= add_lowest(words, numbers, limits, now, lower, powers, over, ahead)
+            seen |= add_lowest(words, numbers, limits, now, lower, edges, over, ahead, others, lowest)
         state[0] += now
         if state[0] == _TURNS:
             _end_block(planes_at, _counts_place(found, number))
         numbers, limits, turns = numbers + VECTOR_BYTES * now, limits + VECTOR_BYTES * now, turns - now
         if number < _CLASSES:
-            powers, ahead = powers + 2 * now, ahead + LANES * VECTOR_BYTES * now
+            edges, ahead = edges + 2 * now, ahead + LANES * VECTOR_BYTES * now
     return seen
 
 
 @compiled
-def _add_classes(words: Any, ahead: Any, listed: Any, sets: Any, found: Any, most: Any) -> Any:
-    """Add a tile's listed vectors to the planes; return non-zero if they have powers of two.
+def _add_classes(words: Any, ahead: Any, listed: Any, sets: Any, found: Any, most: Any, window: Any) -> Any:
+    """Add a tile's listed vectors to the planes; return non-zero if they have edges.
 
     Args:
         words, ahead, sets: addresses of the words, of as many lines to prefetch, and of the sets of planes.
         found: int64, the result.
         most: the largest distance that is possible.
+        window: address of the tile's window if exponents are added too, or 0.
     """
-    has_powers, found_at = np.int64(0), _place(found)
+    has_edges, found_at = np.int64(0), _place(found)
     for c in range(_CLASSES):
-        numbers, limits, powers, length = listed[c]
-        has_powers |= _add_listed(words, numbers, limits, length, sets, c, powers, found_at, ahead)
+        numbers, limits, edges, length = listed[c]
+        has_edges |= _add_listed(words, numbers, limits, length, sets, c, edges, found_at, ahead, window)
         if most >= planes.WINDOW:
-            first = np.int64(planes.WINDOW)
-            _add_listed(words, numbers, limits, length, sets, _CLASSES + c, first, found_at, ahead)
+            first, none = np.int64(planes.WINDOW), np.int64(0)
+            _add_listed(words, numbers, limits, length, sets, _CLASSES + c, first, found_at, ahead, none)
         if most >= DISTANCES and length:
             found[c * DISTANCES + DISTANCES - 1] += count_beyond(words, numbers, limits, length)
         ahead += VECTOR_BYTES * length
-    return has_powers
+    return has_edges
+
+
+@compiled
+def _window_at(window: Any) -> Any:
+    return kernels.carray(pointer(window, np.int64(0)), (_IN_WINDOW + planes.WINDOW,))
+
+
+@compiled
+def _empty_window(sets: Any, window: Any, row: Any) -> None:
+    """Add the exponents in the planes to a row, and clear the planes.
+
+    Args:
+        sets: address of the sets of planes.
+    """
+    _empty(_planes_place(sets, _EXPONENT_SET), _place(window) + 8 * _IN_WINDOW)
+    counts = window[_IN_WINDOW:]
+    kernels.add_fields(row, window[_LOWEST], counts)
+    row[ZEROS] += window[_ELEMENTS] - counts.sum()
+    counts[:] = 0
+    window[_ELEMENTS] = 0
+
+
+@compiled
+def _move_window(sets: Any, window: Any, least: Any, highest: Any, row: Any) -> None:
+    """Let the window contain two exponent fields, less than 32 apart."""
+    if least < window[_LOWEST] or highest >= window[_LOWEST] + planes.WINDOW:
+        _empty_window(sets, window, row)
+        window[_LOWEST] = least - (planes.WINDOW - 1 - (highest - least)) // 2
 
 
 @compiled
@@ -656,25 +762,30 @@ def _add_subnormal_powers(tops: Any, values: Any, counts: Any) -> None:
 
 
 @compiled
-def _add_powers(words: Any, listed: Any, places: Any, found: Any) -> None:
-    """Count a tile's powers of two that are no subnormals, where the adders found some.
+def _add_edges(words: Any, listed: Any, places: Any, found: Any, window: Any, row: Any) -> None:
+    """Count a tile's powers of two that are no subnormals, where the adders found some, and with exponents all edges.
 
     Args:
         words, places: addresses of the words, and of memory for as many uint32s and a vector.
         found: int64, shape (_COPIES, _CLASSES * DISTANCES).
+        window: not zero if exponents were added; ``row``: to which their edges are added.
     """
     number = np.int64(0)
     for c in range(_CLASSES):
-        numbers, limits, powers, length = listed[c]
-        lanes = kernels.carray(pointer(powers, np.uint16(0)), (-(-length // LANES),))
+        numbers, limits, edges, length = listed[c]
+        lanes = kernels.carray(pointer(edges, np.uint16(0)), (-(-length // LANES),))
         for turn in range(len(lanes)):
             if lanes[turn]:
                 offset, vectors = VECTOR_BYTES * turn, min(LANES, length - LANES * turn)
                 target = places + 4 * number
-                number += list_powers(words, numbers + offset, limits + offset, vectors, c * DISTANCES, target)
+                number += list_edges(words, numbers + offset, limits + offset, vectors, c * DISTANCES, target)
     listed_places = _words_at(places, number)
     for j in range(number):
-        found[j % _COPIES, listed_places[j]] += 1
+        edge = np.int64(listed_places[j])
+        if edge < _NEAR_NEXT:
+            found[j % _COPIES, edge & 255] += 1
+        if window:
+            kernels.move_to_edge(row, edge >> 8 & 255, edge >= _NEAR_NEXT)
 
 
 @compiled
@@ -691,7 +802,8 @@ def _add_maxima(maxima: Any, sets: Any, groups: Any, least: Any, highest: Any, z
     last = _WINDOWS - 1 - (least >> _FIELD) // planes.WINDOW
     for window in range(_WINDOWS - 1 - (highest >> _FIELD) // planes.WINDOW, last + 1):
         limits, number = windows + 4 * width * window, _REACHES * _CLASSES + window
-        _add_listed(halves, order, limits, groups, sets, number, np.int64(0), _place(found), np.int64(0))
+        none = np.int64(0)
+        _add_listed(halves, order, limits, groups, sets, number, none, _place(found), none, none)
     if last == _WINDOWS - 1:
         # Zeros have the exponent field of subnormals.
         found[_ZEROS - 1] -= end - groups * LANES + zeros
@@ -774,20 +886,24 @@ def _spread_tops(tops: Any, vectors: Any) -> None:
 
 
 @compiled
-def _add_tiles(tile: Any, words: Any, blocks: Any, vectors: Any, ahead: Any, found: Any) -> None:
+def _add_tiles(
+    tile: Any, words: Any, blocks: Any, vectors: Any, ahead: Any, found: Any, counting: Any, is_alone: Any
+) -> None:
     """Count blocks of so many vectors, from an address with words of whole groups of sixteen vectors, a tile at a time.
 
     Args:
         ahead: how many bytes after the words to prefetch meanwhile.
+        counting: counts the exponents; ``is_alone``: they are counted already, or not at all.
     """
     most = max(_TILE // (LANES * vectors), 1)
     is_shared = vectors <= LANES and not vectors & (vectors - 1)
-    tops, sets, listed = _place(tile.tops), _place(tile.sets), _place(tile.listed)
+    tops, sets, listed, window = _place(tile.tops), _place(tile.sets), _place(tile.listed), tile.window
+    row = counting.row
     maxima = _place(tile.halves), _place(tile.order), _place(tile.windows), tile.windows.shape[1]
     while blocks > 0:
         now = min(blocks, most)
         length, groups = now * vectors, -(-now * vectors // LANES)
-        least = measure(words, tops, groups, vectors if is_shared else 1, words + ahead)
+        least = measure(words, tops, groups, vectors if is_shared else 1)
         if not is_shared:
             _spread_tops(tile.tops[:length], vectors)
         if least == 0:
@@ -799,12 +915,22 @@ def _add_tiles(tile: Any, words: Any, blocks: Any, vectors: Any, ahead: Any, fou
         if highest:
             _add_maxima(maxima, sets, groups, lowest, highest, zeros, found)
         values, counted = _words_at(words, groups * planes.COLUMNS), words
+        most_distant, window_at = (highest >> _FIELD) - (least >> _FIELD), np.int64(0)
+        is_apart = inside + zeros < groups * LANES or most_distant >= planes.WINDOW
+        window[_IS_APART] = is_apart
+        if not is_alone and is_apart:
+            kernels.add_float32(counting, words, length * LANES)
+        elif not is_alone:
+            window_at = _place(window)
+            if highest:
+                _move_window(sets, window, least >> _FIELD, highest >> _FIELD, row)
+                kernels.extend_ends(counting.ends, least, highest)
+            window[_ELEMENTS] += length * LANES
         if inside + zeros < groups * LANES:
             counted = _add_others(tile, values, now, vectors, found)
         if inside:
-            most_distant = (highest >> _FIELD) - (least >> _FIELD)
-            if _add_classes(counted, words + ahead, tile.listed, sets, found, most_distant):
-                _add_powers(counted, tile.listed, _place(tile.places), tile.found_powers)
+            if _add_classes(counted, words + ahead, tile.listed, sets, found, most_distant, window_at):
+                _add_edges(counted, tile.listed, _place(tile.places), tile.found_powers, window_at, row)
             if least <= _MANTISSA:
                 _add_subnormal_powers(tile.tops, _words_at(counted, len(values)), _counts_of(found))
         words, blocks = words + VECTOR_BYTES * length, blocks - now
@@ -901,10 +1027,12 @@ def _add_blocks(given: Any, first: Any, last: Any, tile: Any, counting: Any, fou
         else:
             whole = kernels.carray(pointer(given[_ADDRESS], np.uint32(0)), (_ALL,))
             words = _words_of(given, whole, tile.words, first, blocks, tile, counting.scratch)
-        if given[_EXPONENTS]:
+        is_apart = given[_EXPONENTS] and tile.window[_IS_APART]
+        if is_apart:
+            # So many tiles at once that the memory is read all the time.
             kernels.add_float32(counting, words, blocks * given[_PADDED])
-        is_copy = words == _place(tile.words)
-        _add_tiles(tile, words, blocks, vectors, 0 if is_copy else _AHEAD, found)
+        is_copy, is_alone = words == _place(tile.words), is_apart or not given[_EXPONENTS]
+        _add_tiles(tile, words, blocks, vectors, 0 if is_copy else _AHEAD, found, counting, is_alone)
         first += blocks
 
 
@@ -918,8 +1046,8 @@ def _work(address: Any) -> None:
         first, last = start // given[_UNIT], (start + length) // given[_UNIT]
         _add_blocks(given, first, last, tile, counting, found)
         start, length, turn = shares.next_values(address, own, turn)
+    _finish(owners[1], found, counting.row)
     kernels.finish32(owners[0])
-    _finish(owners[1], found)
 
 
 @compiled_for("void(int64, int64, int64, int64, int64, int64, UniTuple(int64, 2))")
@@ -932,17 +1060,11 @@ def _count(work: Any, given: Any, length: Any, found: Any, width: Any, threads: 
 
 
 @compiled
-def _finish(tile: Any, found: Any) -> None:
+def _finish(tile: Any, found: Any, row: Any) -> None:
     """Count what the planes still hold, and add the copies of counters."""
-    for number in range(_SETS):
-        planes_at = _planes_place(_place(tile.sets), number)
-        counts_at, state = _counts_place(_place(found), number), _state_of(planes_at)
-        if state[0]:
-            # No turn has filled the other columns.
-            _rows_of(planes_at)[planes.LOWER, LANES * state[0] :] = np.uint32(0)
-            _end_block(planes_at, counts_at)
-        if state[1]:
-            _take(planes_at, counts_at)
+    for number in range(_EXPONENT_SET):
+        _empty(_planes_place(_place(tile.sets), number), _counts_place(_place(found), number))
+    _empty_window(_place(tile.sets), tile.window, row)
     found[_CLASSES * DISTANCES : _MAXIMA] += tile.found_powers.sum(0)
     found[_ZEROS:_OVER] += tile.found_zeros.sum(0)
 

@@ -36,7 +36,7 @@ _MOST_COMPARED = 64
 #: Most values that are counted one by one: more cost as much as a block.
 _FEW = 512
 #: Most groups of one block that are examined value by value; beyond this, comparing the whole block costs less.
-_MOST_GROUPS = 32
+_MOST_GROUPS = 64
 
 
 class _Format(NamedTuple):
@@ -284,6 +284,29 @@ def _empty_planes(window: Any, row: Any) -> None:
 
 
 @compiled
+def move_to_edge(row: Any, field: Any, is_near_next: Any) -> None:
+    """Move a float32 value, a power of two or near the next one, from the counter of its field to its own."""
+    counters = _FORMAT32.first + 3 * field
+    row[counters + 1] -= 1
+    row[counters + 2 * is_near_next] += 1
+
+
+@compiled
+def add_fields(row: Any, lowest: Any, counts: Any) -> None:
+    """Add numbers of float32 values by exponent field, from a lowest one on."""
+    for k in range(len(counts)):
+        row[_FORMAT32.first + 3 * (lowest + k) + 1] += counts[k]
+
+
+@compiled
+def extend_ends(ends: Any, least: Any, largest: Any) -> None:
+    """Let a counting's ends include two doubled magnitudes, neither of them zero."""
+    f = _FORMAT32
+    ends[0] = min(ends[0], np.uint32(np.uint32(np.uint32(least) >> f.one) - f.one))
+    ends[1] = max(ends[1], np.uint32(np.uint32(largest) >> f.one))
+
+
+@compiled
 def _move_columns_to_edges(bits: Any, masks: Any, row: Any) -> None:
     """Move powers of two and values near the top of a block in the planes to their own counters."""
     f = _FORMAT32
@@ -298,9 +321,7 @@ def _move_columns_to_edges(bits: Any, masks: Any, row: Any) -> None:
                 magnitude = np.uint32(bits[index] & f.mask)
                 rest = np.uint32(magnitude & f.mantissa)
                 if magnitude and (rest == f.zero or rest >= f.near_top):
-                    counters = f.first + 3 * np.int64(magnitude >> f.mantissa_bits)
-                    row[counters + 1] -= 1
-                    row[counters + (0 if rest == f.zero else 2)] += 1
+                    move_to_edge(row, np.int64(magnitude >> f.mantissa_bits), rest != f.zero)
 
 
 @compiled
@@ -364,8 +385,7 @@ def _add_fitting_blocks(bits: Any, counting: Any) -> Any:
         start += _BLOCK
     state[_LOWEST], state[_HIGHEST], state[_BLOCKS], state[_SIDE] = lowest, highest, blocks, side
     if largest != f.zero:
-        counting.ends[0] = min(counting.ends[0], np.uint32((least >> f.one) - f.one))
-        counting.ends[1] = max(counting.ends[1], np.uint32(largest >> f.one))
+        extend_ends(counting.ends, least, largest)
     return start
 
 

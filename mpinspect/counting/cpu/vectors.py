@@ -65,6 +65,10 @@ class Code:
         # 0: for reading; 3: into every cache level; 1: data.
         self.builder.call(function, [place, constant(I32, 0), constant(I32, 4 - level), constant(I32, 1)])
 
+    def memory(self) -> Any:
+        """Return the address of memory for a vector, on the stack."""
+        return self.builder.ptrtoint(_cgutils.alloca_once(self.builder, Words), I64)
+
     def full_adder(self, a: Any, b: Any, c: Any) -> tuple[Any, Any]:
         """Return the sum and the carry for each bit. The carry is ``a``, or ``c`` where ``a`` and ``b`` differ."""
         builder = self.builder

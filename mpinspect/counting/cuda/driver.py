@@ -117,19 +117,9 @@ class Gpu:
                 # The driver has copied the parameters when the call returns.
                 layout.pack_into(self._table, 0, *numbers)
                 status = self._cuda.cuLaunchKernel(
-                    *(
-                        kernel.function,
-                        blocks,
-                        1,
-                        1,
-                        _THREADS,
-                        1,
-                        1,
-                        kernel.shared_bytes,
-                        stream,
-                        self._parameters,
-                        None,
-                    )
+                    kernel.function,
+                    *(blocks, 1, 1, _THREADS, 1, 1),
+                    *(kernel.shared_bytes, stream, self._parameters, None),
                 )
             self._check(status)
         finally:

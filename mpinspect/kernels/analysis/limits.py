@@ -99,20 +99,10 @@ def _wide_by_name(name: str) -> bool | None:
     return next((is_wide for pattern, is_wide in _WIDTHS if pattern.search(name)), None)
 
 
-_PRODUCTS = {
-    "off": "products off Tensor Cores",
-    "degraded": "degraded products",
-    "unknown": "products that may be off",
-}
+_PRODUCTS = {"off": "products off Tensor Cores", "degraded": "degraded products", "unknown": "products that may be off"}
 _WIDE, _MAY_BE_WIDE = "other FP32 kernels in 16 bits", "other kernels of unknown dtype, were they FP32"
 #: Causes of savings, in the order of reports.
-CAUSES = (
-    *_PRODUCTS.values(),
-    "native TF32 products in 16 bits",
-    _WIDE,
-    _MAY_BE_WIDE,
-    "layout conversions",
-)
+CAUSES = (*_PRODUCTS.values(), "native TF32 products in 16 bits", _WIDE, _MAY_BE_WIDE, "layout conversions")
 
 _ASSUMPTIONS = (
     "products reach their roofline, in the narrowest dtype of 16 bits or more that the GPU's Tensor Cores multiply",

@@ -182,10 +182,7 @@ def _change(rows: list[KernelRow], group: _Group, change: _Change | None) -> Non
 
 def _impossible(row: KernelRow) -> _Change | None:
     """Drop FLOPs that not even Tensor Cores could compute in the time: other kernels must have computed part of them."""
-    peak = max(
-        filter(None, (tensor_core_peak(row.gpu, row.dtype), cuda_core_peak(row.gpu, row.dtype))),
-        default=None,
-    )
+    peak = max(filter(None, (tensor_core_peak(row.gpu, row.dtype), cuda_core_peak(row.gpu, row.dtype))), default=None)
     fewer = _FEWER_OPERATIONS.get(row.kind, 1.0)
     if peak is None or row.tflops is None or row.tflops <= ABOVE_PEAK * fewer * peak:
         return None

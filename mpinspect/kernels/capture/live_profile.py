@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from mpinspect.kernels.capture import profiling
-from mpinspect.runtime.hooks import HandleList, ModelHook
+from mpinspect.runtime.hooks import HandleList
+from mpinspect.runtime.torch_calls import PROFILER_MADE
 
 
 def obstacle() -> str:
@@ -47,7 +48,6 @@ class LiveProfile:
         self._open: list[Any] = []
         self._profiler: Any = None
         self._yielded = False
-        self._unwatch: Callable[[], None] | None = None
         self._steps = 0
         self._names_modules = True
 
@@ -63,7 +63,7 @@ class LiveProfile:
             profiling.wait_for_gpu()
             self._profiler = profiling.two_step_profiler()
             self._profiler.start()
-        self._unwatch = _watch_for_profilers(self._yield_profiler)
+        PROFILER_MADE.listen(self._yield_profiler)
 
     def next_step(self) -> bool:
         """End a step; return whether it was the step to record. Waits for the GPU."""
@@ -114,24 +114,20 @@ class LiveProfile:
         return profiler
 
     def _yield_profiler(self) -> None:
+        """Stop before the script's own profiler starts, which would otherwise fail."""
         self._yielded = True
         self._stop()
 
     def _hook(self) -> None:
         for path, module in self._paths():
-            if isinstance(module, torch.jit.ScriptModule) or id(module) in self._unhookable:
-                continue
-            enter = ModelHook(module, functools.partial(self._enter, path))
-            self._handles.add(module.register_forward_pre_hook(enter, prepend=True))
-            self._handles.add(module.register_forward_hook(ModelHook(module, self._leave), always_call=True))
+            if id(module) not in self._unhookable:
+                self._handles.add_around(module, functools.partial(self._enter, path), self._leave)
 
     def _unhook(self) -> None:
         self._handles.remove_all()
         while self._open:
             self._open.pop().__exit__(None, None, None)
-        if self._unwatch is not None:
-            self._unwatch()
-            self._unwatch = None
+        PROFILER_MADE.unlisten(self._yield_profiler)
 
     def _paths(self) -> list[tuple[str, torch.nn.Module]]:
         paths = []
@@ -148,24 +144,6 @@ class LiveProfile:
     def _leave(self, args: Any, output: Any = None) -> None:
         if threading.get_ident() == self._thread and self._open:
             self._open.pop().__exit__(None, None, None)
-
-
-def _watch_for_profilers(yield_profiler: Callable[[], None]) -> Callable[[], None]:
-    """Call ``yield_profiler`` before another profiler starts, which would otherwise fail; return a function that undoes this."""
-    owner: Any = torch.autograd.profiler.profile
-    original = owner.__init__
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        yield_profiler()
-        original(self, *args, **kwargs)
-
-    def unwatch() -> None:
-        if owner.__init__ is __init__:
-            owner.__init__ = original
-
-    owner.__init__ = __init__
-    return unwatch
 
 
 @contextmanager

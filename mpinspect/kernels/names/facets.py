@@ -51,14 +51,7 @@ _NVJET_LETTERS = {
 }
 _MMA, _DIGITS = re.compile(MMA), MMA_DIGITS.split()
 _BLAS = re.compile(r"(?:^|[^a-z])(?:g?)([shdczi])gemm")
-_BLAS_LETTERS = {
-    "s": "float32",
-    "h": "float16",
-    "d": "float64",
-    "c": "complex64",
-    "z": "complex128",
-    "i": "int8",
-}
+_BLAS_LETTERS = {"s": "float32", "h": "float16", "d": "float64", "c": "complex64", "z": "complex128", "i": "int8"}
 _ALIGNMENT = re.compile(r"(?:align[abc]?|ldg)(\d+)")
 
 #: Operands of mma instructions by a word in the name.

@@ -746,13 +746,7 @@ WORDS = (
 
 #: The rule for all other names; the kernel may or may not be a product.
 UNFAMILIAR = Rule(
-    "unfamiliar",
-    "unknown",
-    "",
-    "",
-    "a name of no family known here: it may be a product or not",
-    "none",
-    "_fwd_kernel",
+    "unfamiliar", "unknown", "", "", "a name of no family known here: it may be a product or not", "none", "_fwd_kernel"
 )
 
 RULES = (*FAMILIES, *WORDS, UNFAMILIAR)
@@ -778,6 +772,5 @@ def first_match(name: str) -> Rule:
 def by_words(lowered: str, verdicts: tuple[str, ...] = VERDICTS) -> Rule | None:
     """Return the rule that decides a function's or an operator's name by its words; None if no rule matches."""
     return next(
-        (rule for rule in WORDS if rule.verdict in verdicts and rule.any_of in lowered and rule.decides(lowered)),
-        None,
+        (rule for rule in WORDS if rule.verdict in verdicts and rule.any_of in lowered and rule.decides(lowered)), None
     )

@@ -24,12 +24,13 @@ from mpinspect.reporting.document import (
     Limit,
     Line,
     Tables,
+    Tone,
     lines,
     most,
     section,
     table,
 )
-from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.finding import SEVERITIES, Finding
 from mpinspect.reporting.words import (
     NOT_APPLICABLE,
     UNKNOWN,
@@ -41,6 +42,7 @@ from mpinspect.reporting.words import (
     optional,
     percent,
     shortened,
+    upper_first,
 )
 from mpinspect.shapes.report.document import verdict_cell
 
@@ -64,7 +66,19 @@ _MEANINGS = {
 
 def document(report: KernelReport) -> Document:
     """Return the report as a document. Recommended actions precede the figures behind them."""
-    return Document(title(report), (*lines(*_totals(report)), *_blocks(report)))
+    return Document(title(report), (*_verdict(report), *lines(*_totals(report)), *_blocks(report)))
+
+
+def _verdict(report: KernelReport) -> Iterator[Line]:
+    """Yield a line on the costliest finding that asks for a change; nothing without one."""
+    found, span = _costs(report)
+    finding, time = next(((finding, time) for finding, time in found if finding.is_alarm), (None, 0.0))
+    if finding is not None:
+        about = "~" * bool(finding.evidence.get("saved_us"))
+        tone: Tone = "error" if finding.severity == SEVERITIES[-1] else "warning"
+        yield Line(
+            f"{upper_first(finding.severity)}: {about}{percent(time / span)} of the time is lost ({finding.id}).", tone
+        )
 
 
 def _blocks(report: KernelReport) -> Iterator[Block]:

@@ -22,13 +22,8 @@ from mpinspect.reporting.words import and_more, as_power, percent, steps_named
 
 #: The ids of the findings on the differences of two runs.
 RANGE_DIFF_IDS = (
-    "events-differ",
-    "layers-differ",
-    "layers-moved",
-    "runs-part",
-    "scale-window-moved",
-    "settings-differ",
-    "steps-not-shared",
+    *("events-differ", "layers-differ", "layers-moved", "runs-part"),
+    *("scale-window-moved", "settings-differ", "steps-not-shared"),
 )
 _INFO, _WARNING, _ = SEVERITIES
 

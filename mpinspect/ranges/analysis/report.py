@@ -92,21 +92,21 @@ class LossScaleAdvice:
     """
 
     available: bool
-    needed: bool | None
-    recommended: float | None
-    lowest: float | None
-    highest: float | None
-    headroom: int | None
-    flushed_fraction_unscaled: float | None
-    flushed_fraction_scaled: float | None
-    worst_layer: str
-    conflicts: tuple[ScaleConflict, ...]
-    samples: int
-    overflow_probability_bound: float | None
-    static_scale: float | None
-    dynamic: DynamicSettings | None
-    blocks: tuple[TimeBlock, ...]
-    reason: str
+    needed: bool | None = None
+    recommended: float | None = None
+    lowest: float | None = None
+    highest: float | None = None
+    headroom: int | None = None
+    flushed_fraction_unscaled: float | None = None
+    flushed_fraction_scaled: float | None = None
+    worst_layer: str = ""
+    conflicts: tuple[ScaleConflict, ...] = ()
+    samples: int = 0
+    overflow_probability_bound: float | None = None
+    static_scale: float | None = None
+    dynamic: DynamicSettings | None = None
+    blocks: tuple[TimeBlock, ...] = ()
+    reason: str = ""
     all_finite: bool = True
     finer_from: float | None = None
     reserve: int = 0

@@ -267,24 +267,7 @@ def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> Lo
 
 def no_advice(reason: str) -> LossScaleAdvice:
     """Return an unavailable advice with the reason."""
-    return LossScaleAdvice(
-        available=False,
-        needed=None,
-        recommended=None,
-        lowest=None,
-        highest=None,
-        headroom=None,
-        flushed_fraction_unscaled=None,
-        flushed_fraction_scaled=None,
-        worst_layer="",
-        conflicts=(),
-        samples=0,
-        overflow_probability_bound=None,
-        static_scale=None,
-        dynamic=None,
-        blocks=(),
-        reason=reason,
-    )
+    return LossScaleAdvice(available=False, reason=reason)
 
 
 def _is_needed(window: ScaleWindow) -> bool | None:

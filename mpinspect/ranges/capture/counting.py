@@ -89,15 +89,9 @@ class Counting(Observer):
     """
 
     def __init__(
-        self,
-        kinds: Collection[str],
-        parameters: Sequence[WatchedParameter],
-        tally: Tally,
-        precision: StepPrecision,
+        self, kinds: Collection[str], parameters: Sequence[WatchedParameter], tally: Tally, precision: StepPrecision
     ) -> None:
-        self._parameters = parameters
-        self._tally = tally
-        self._precision = precision
+        self._parameters, self._tally, self._precision = parameters, tally, precision
         self._counts_weights = WEIGHT in kinds
         self._counts_outputs = ACTIVATION in kinds
         self._counts_output_gradients = ACTIVATION_GRADIENT in kinds

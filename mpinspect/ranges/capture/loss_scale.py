@@ -158,9 +158,7 @@ class ScaleOfBackward:
     ) -> None:
         self._by_hand = loss_scale
         self._scalers = list(scalers)
-        self._fp16_weights = fp16_weights
-        self._recording = recording
-        self._changes = changes
+        self._fp16_weights, self._recording, self._changes = fp16_weights, recording, changes
         #: Scaled backwards in progress, by graph task.
         self._scaled: dict[int, _Scaled] = {}
         #: The graph task of the backward in the last call of ``now``, while its scale remains valid.

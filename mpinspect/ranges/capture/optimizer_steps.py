@@ -1,7 +1,7 @@
 """Notifies listeners of new optimizers and of all optimizers' steps, through one pair of torch's global optimizer hooks.
 
-torch has no hook for a new optimizer, so ``Optimizer.__init__`` is wrapped as long as there are listeners. So is
-``load_state_dict`` (``loaded_states.py``).
+torch has no hook for a new optimizer, so ``Optimizer.__init__`` is wrapped as long as there are listeners
+(``torch_calls.py``). So is ``load_state_dict`` (``loaded_states.py``).
 
 torch iterates over its table of hooks while running them, so adding or removing a hook during another thread's step
 would make that step raise an error. Ours are added with the first listener and removed with the last, unless a step is
@@ -10,7 +10,6 @@ in progress in some thread at that moment: then they stay, without effect, until
 
 from __future__ import annotations
 
-import functools
 import sys
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from mpinspect.ranges.capture import loaded_states
+from mpinspect.runtime.torch_calls import OPTIMIZER_MADE
 
 
 class StepListener(Protocol):
@@ -40,8 +40,6 @@ _listeners: list[StepListener] = []
 _handles: list[RemovableHandle] = []
 #: The hooks that are running: their optimizer's id and the method that they call.
 _under_way: set[tuple[int, str]] = set()
-#: torch's ``Optimizer.__init__`` and our wrapper of it.
-_wrapped: list[tuple[Any, Any]] = []
 
 
 def listen(listener: StepListener) -> None:
@@ -51,10 +49,8 @@ def listen(listener: StepListener) -> None:
         _handles.append(register_optimizer_step_pre_hook(_before))
         _handles.append(register_optimizer_step_post_hook(_after))
     loaded_states.listen()
-    if not _wrapped:
-        original: Any = torch.optim.Optimizer.__init__
-        _wrapped.append((original, _notifying(original)))
-        torch.optim.Optimizer.__init__ = _wrapped[0][1]  # type: ignore[method-assign]
+    if len(_listeners) == 1:
+        OPTIMIZER_MADE.listen(_made, after=True)
 
 
 def unlisten(listener: StepListener) -> None:
@@ -66,19 +62,12 @@ def unlisten(listener: StepListener) -> None:
             _handles.pop().remove()
     if not _listeners:
         loaded_states.unlisten()
-    if not _listeners and _wrapped and torch.optim.Optimizer.__init__ is _wrapped[0][1]:
-        # If other code has wrapped it in the meantime, our wrapper stays in place without effect.
-        torch.optim.Optimizer.__init__ = _wrapped.pop()[0]  # type: ignore[method-assign]
+        OPTIMIZER_MADE.unlisten(_made)
 
 
-def _notifying(original: Any) -> Any:
-    @functools.wraps(original)
-    def __init__(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        original(optimizer, *args, **kwargs)
-        for listener in tuple(_listeners):
-            listener.optimizer_made(optimizer)
-
-    return __init__
+def _made(optimizer: torch.optim.Optimizer, _: None) -> None:
+    for listener in tuple(_listeners):
+        listener.optimizer_made(optimizer)
 
 
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

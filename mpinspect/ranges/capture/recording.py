@@ -159,9 +159,7 @@ class Recording:
         self._sinks = Sinks(sinks, written)
         self._clock = clock
         self._began = clock()
-        self._tell = tell
-        self._announce = announce
-        self._before_write = before_write
+        self._tell, self._announce, self._before_write = tell, announce, before_write
         self._written_at = -math.inf
 
     def watch(self, infos: Sequence[TensorInfo]) -> None:

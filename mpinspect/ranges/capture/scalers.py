@@ -7,7 +7,7 @@ the class (and on subclasses that override them), once for all listeners, and re
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -40,9 +40,10 @@ def listen(listener: ScalerListener) -> None:
     """Notify ``listener`` of every scaler's calls from now on."""
     if not _listeners:
         for owner in _scaler_classes(torch.amp.GradScaler):
-            _wrap(owner, "scale", _wrapped_scale)
-            _wrap(owner, "step", _wrapped_step)
-            _wrap(owner, "unscale_", _wrapped_unscale)
+            for name in vars(owner).keys() & _METHODS.keys():
+                original = vars(owner)[name]
+                _originals.append((owner, name, original))
+                setattr(owner, name, _wrapped(original, name))
     _listeners.append(listener)
 
 
@@ -63,67 +64,34 @@ def _scaler_classes(owner: type) -> Iterator[type]:
         yield from _scaler_classes(subclass)
 
 
-def _wrap(owner: type, name: str, wrapper: Callable[[Any], Any]) -> None:
-    if name in vars(owner):
-        original = vars(owner)[name]
-        _originals.append((owner, name, original))
-        setattr(owner, name, wrapper(original))
-
-
+#: By method: its argument, and the names of the listeners' methods that are called before ("": none) and after it.
+_METHODS = {
+    "scale": ("outputs", "", "loss_scaled"),
+    "step": ("optimizer", "scaler_steps", "scaler_stepped"),
+    "unscale_": ("optimizer", "scaler_unscales", "scaler_unscaled"),
+}
 #: Scalers (by id) whose method is running: a subclass's call of super() must not be reported again.
 _inside: set[tuple[int, str]] = set()
 
 
-def _wrapped_scale(original: Any) -> Any:
+def _wrapped(original: Any, name: str) -> Any:
+    """Return a method of a scaler that calls the original one and the listeners."""
+    argument, before, after = _METHODS[name]
+
     @functools.wraps(original)
-    def scale(self: Any, outputs: Any) -> Any:
-        if (id(self), "scale") in _inside:
-            return original(self, outputs)
-        _inside.add((id(self), "scale"))
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (id(self), name) in _inside:
+            return original(self, *args, **kwargs)
+        given = args[0] if args else kwargs.get(argument)
+        _inside.add((id(self), name))
         try:
-            scaled = original(self, outputs)
+            for listener in tuple(_listeners) if before else ():
+                getattr(listener, before)(self, given)
+            result = original(self, *args, **kwargs)
         finally:
-            _inside.discard((id(self), "scale"))
+            _inside.discard((id(self), name))
         for listener in tuple(_listeners):
-            listener.loss_scaled(self, outputs, scaled)
-        return scaled
-
-    return scale
-
-
-def _wrapped_step(original: Any) -> Any:
-    @functools.wraps(original)
-    def step(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if (id(self), "step") in _inside:
-            return original(self, optimizer, *args, **kwargs)
-        _inside.add((id(self), "step"))
-        try:
-            for listener in tuple(_listeners):
-                listener.scaler_steps(self, optimizer)
-            result = original(self, optimizer, *args, **kwargs)
-        finally:
-            _inside.discard((id(self), "step"))
-        for listener in tuple(_listeners):
-            listener.scaler_stepped(self, optimizer)
+            getattr(listener, after)(self, given, *((result,) if name == "scale" else ()))
         return result
 
-    return step
-
-
-def _wrapped_unscale(original: Any) -> Any:
-    @functools.wraps(original)
-    def unscale_(self: Any, optimizer: torch.optim.Optimizer) -> Any:
-        if (id(self), "unscale_") in _inside:
-            return original(self, optimizer)
-        _inside.add((id(self), "unscale_"))
-        try:
-            for listener in tuple(_listeners):
-                listener.scaler_unscales(self, optimizer)
-            result = original(self, optimizer)
-        finally:
-            _inside.discard((id(self), "unscale_"))
-        for listener in tuple(_listeners):
-            listener.scaler_unscaled(self, optimizer)
-        return result
-
-    return unscale_
+    return run

@@ -96,11 +96,7 @@ class Tally:
             ``is_aside``.
     """
 
-    def __init__(
-        self,
-        drop: Callable[[str], None],
-        scale_seen: Callable[[int, float | None], None],
-    ) -> None:
+    def __init__(self, drop: Callable[[str], None], scale_seen: Callable[[int, float | None], None]) -> None:
         #: The tensors that could not be counted.
         self.unread = Unread[TensorKey]()
         self._drop = drop
@@ -119,11 +115,7 @@ class Tally:
         self._device_rows: dict[torch.device, DeviceRows] = {}
 
     def count(
-        self,
-        key: TensorKey,
-        tensor: torch.Tensor,
-        divisor: float | torch.Tensor | None = None,
-        later: bool = False,
+        self, key: TensorKey, tensor: torch.Tensor, divisor: float | torch.Tensor | None = None, later: bool = False
     ) -> torch.Tensor | None:
         """Return a tensor's row of counts for the current step's sample, like ``counting.count``; never waits for a GPU.
 

@@ -47,9 +47,7 @@ class Updates(Observer):
     """
 
     def __init__(self, tally: Tally, optimizers: ModelOptimizers, wanted: bool) -> None:
-        self._tally = tally
-        self._optimizers = optimizers
-        self._wanted = wanted
+        self._tally, self._optimizers, self._wanted = tally, optimizers, wanted
         self._before: dict[int, list[tuple[WatchedParameter, torch.Tensor]]] = {}
 
     def begin_step(self, sampled: bool, watched: bool) -> None:

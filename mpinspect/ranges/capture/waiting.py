@@ -44,9 +44,7 @@ class WaitingGradients(Generic[Context]):
     """
 
     def __init__(self, show: Callable[[Context, list[Held]], None], note: Callable[[str], None], enter: Enter) -> None:
-        self._enter = enter
-        self._show = show
-        self._note = note
+        self._enter, self._show, self._note = enter, show, note
         #: Protects the fields below: backwards may run in several threads.
         self._lock = threading.Lock()
         self._waiting: list[Held] = []

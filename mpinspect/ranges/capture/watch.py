@@ -78,12 +78,8 @@ class Watch(Observer):
     ) -> None:
         #: The tensors that could not be read.
         self.unread = Unread[TensorKey]()
-        self._optimizers = optimizers
-        self._broken_weights = broken_weights
-        self._clock = clock
-        self._recording = recording
-        self._may_pause = may_pause
-        self._choice = choice
+        self._optimizers, self._broken_weights, self._clock = optimizers, broken_weights, clock
+        self._recording, self._may_pause, self._choice = recording, may_pause, choice
         self._judge = Judge(modules, self.unread)
         self._log = StepLog()
         #: The modules that contain others, without the model itself: the loss depends on its output.

@@ -12,10 +12,9 @@ from mpinspect.ranges.capture.recipe_losses import RecipeLosses
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.faults.measure.accumulation import Accumulation
-from mpinspect.ranges.faults.measure.autocasts import Autocasts
 from mpinspect.ranges.faults.measure.averaged import Averaged
 from mpinspect.ranges.faults.measure.buffers import Buffers
-from mpinspect.ranges.faults.measure.dtype_changes import DtypeChanges
+from mpinspect.ranges.faults.measure.dtype_changes import Autocasts, DtypeChanges
 from mpinspect.ranges.faults.measure.examination import Examination
 from mpinspect.ranges.faults.measure.flushed import AskedGradients, FlushedStates
 from mpinspect.ranges.faults.measure.handed_over import HandedOver

@@ -9,7 +9,6 @@ from mpinspect.ranges.analysis.first_line import gravest
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.name import (
     arithmetic,
-    autocasts,
     culprit_inputs,
     dtypes,
     events,
@@ -42,7 +41,7 @@ DIAGNOSES: tuple[Fault, ...] = (
     *replaced.FAULTS,
     *gradients_lost.OF_EARLIER_STEPS,
     *unscaling.FAULTS,
-    *autocasts.FAULTS,
+    *dtypes.OF_AUTOCAST,
     *untrained.WITHOUT_GRADIENT,
     *scaling.FAULTS,
     *dtypes.FAULTS,
@@ -84,7 +83,7 @@ _OF_LOOP = {
         *replaced.FAULTS,
         *gradients_lost.OF_EARLIER_STEPS,
         *unscaling.FAULTS,
-        *autocasts.FAULTS,
+        *dtypes.OF_AUTOCAST,
         *scaling.FAULTS,
     )
 }

@@ -112,7 +112,7 @@ def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
 
 
 def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
-    """Yield the change that the broken run needs, B's if both are broken; if A alone is, first the settings that differ.
+    """Yield the change that the broken run needs, B's if both are broken; if one alone is, first the settings that differ.
 
     A warning of both runs is no difference, so it has no change here.
 
@@ -120,11 +120,13 @@ def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
         above: the headline, whose sentences are not repeated.
     """
     first, second = diff.first.verdict, diff.second.verdict
+    names = ", ".join(change.name for change in diff.settings)
     if second.healthy is False and (trouble(diff) or any(finding.is_alarm for finding in diff.new)):
+        if names and first.healthy is not False:
+            yield Line(f"A has no such finding. Settings that differ: {names}.")
         yield from _change(second, "B", above)
     elif first.healthy is False and second.healthy is not False:
-        names = ", ".join(change.name for change in diff.settings) or "none that was recorded"
-        yield Line(f"B has no such finding. Settings that differ: {names}.")
+        yield Line(f"B has no such finding. Settings that differ: {names or 'none that was recorded'}.")
         yield from _change(first, "A", above)
 
 

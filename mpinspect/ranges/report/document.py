@@ -33,6 +33,7 @@ from mpinspect.ranges.report.layers import (
     repeated,
     seen_layers,
 )
+from mpinspect.ranges.report.opening import never_zeroed
 from mpinspect.ranges.report.rank_words import rank_sentences
 from mpinspect.ranges.report.recipes import in_run
 from mpinspect.ranges.report.scale_line import (
@@ -123,8 +124,8 @@ TERMS = (
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )
 _LEGEND = (
-    "~ estimate, <= at most, 0% seen: but zeros may have been values, [bounds] or a..b where far apart; ? not known; {0..11}: "
-    "the worst of them"
+    "~ estimate, <= at most, 0%: none was seen, zeros may have been values, [bounds] or a..b where far apart; ? not known; "
+    "{0..11}: the worst of them"
 )
 
 
@@ -418,8 +419,7 @@ def _kept(report: RangeReport) -> str:
 
 def _of_each_backward(kind: str, report: RangeReport) -> str:
     """Return words for a run that adds up gradients, on purpose or not: they are counted before they are added."""
-    never_zeroed = any(finding.id == "gradients-never-zeroed" for finding in report.findings)
-    adds_up = never_zeroed or _accumulates(report.session.progress)
+    adds_up = never_zeroed(report) is not None or _accumulates(report.session.progress)
     return " of each backward" if adds_up and kind in GRADIENT_KINDS else ""
 
 

@@ -22,7 +22,7 @@ from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_of, log2_recommended, repeated, seen_layers
-from mpinspect.ranges.report.opening import Opening, blocks_of, opening, power_of
+from mpinspect.ranges.report.opening import Opening, blocks_of, never_zeroed, opening, power_of
 from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
 from mpinspect.ranges.session import Event, Window
 from mpinspect.reporting.document import Tone, Widget
@@ -152,6 +152,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         "steps": progress.steps,
         "skipped": progress.skipped_steps,
         "scales": [(change.step, log2_of(change.scale)) for change in report.session.scale_history()],
+        "held": list(_held(report)),
         "events": [_event(event) for event in report.session.events],
         "places": list(_places(report.session.events)),
         "lost": _lost_updates(report, windows),
@@ -237,6 +238,14 @@ def _places(events: Sequence[Event]) -> Iterator[dict[str, Any]]:
     for group in in_same_places(events):
         yield {"first": first, "words": printable(events_line(group))}
         first += len(group)
+
+
+def _held(report: RangeReport) -> Iterator[tuple[int, float]]:
+    """Yield the steps whose gradients were added to earlier ones, with the largest magnitude in .grad as a power of two."""
+    finding = never_zeroed(report)
+    if finding is not None:
+        sums = zip(finding.evidence["steps"], finding.evidence["largest"], strict=True)
+        yield from ((step, math.log2(largest)) for step, largest in sums if 0 < largest < math.inf)
 
 
 def _event(event: Event) -> dict[str, Any]:

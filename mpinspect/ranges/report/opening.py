@@ -49,7 +49,8 @@ class Culprit(NamedTuple):
 
 
 _NOBODY = Culprit("", ())
-_WITHOUT_VALUES = "The marked place has no values; \u25b7 marks the rows next to it."
+_OF_EACH_BACKWARD = "The map shows each backward's own gradients; the optimizer takes .grad, the sum of all so far."
+_WITHOUT_VALUES = "No tensor of the marked place was counted; \u25b7 marks the rows next to it."
 
 
 class Opening(NamedTuple):
@@ -109,6 +110,8 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     if is_elsewhere:
         lies = found.name if finding is not None and found.name == line_of(finding) else ""
         words = f"The fault lies {filled('in {}, ', lies)}not in the ranges below."
+    if never_zeroed(report) is not None:
+        words = f"{words} {_OF_EACH_BACKWARD}".lstrip()
     if not found.kind and is_other and format == FLOAT16.name:
         words = f"{words} {_what_if(report)}".lstrip()
     if event is not None:
@@ -169,6 +172,11 @@ def is_of(finding: Finding, event: Event) -> bool:
     return finding.step in (None, event.step)
 
 
+def never_zeroed(report: RangeReport) -> Finding | None:
+    """Return the finding that gradients add up over the steps; None without one. The ranges are of each backward alone."""
+    return next((each for each in report.findings if each.id == "gradients-never-zeroed"), None)
+
+
 def line_of(finding: Finding) -> str:
     """Return the file and the line of the script that a finding names; "" if it names none."""
     return str(finding.evidence.get("line") or "")
@@ -222,7 +230,7 @@ def _in_module(
     words = (
         _WITHOUT_VALUES
         if is_in_ranges
-        else "The marked place has no values; the rows next to it (\u25b7) do not show the fault."
+        else "No tensor of the marked place was counted; the rows next to it (\u25b7) do not show the fault."
     )
     return Culprit(kind, (), near, module, said, step, words=words)
 

@@ -152,10 +152,7 @@ def _side(side: Side, name: str) -> Item:
 def _models(report: DiffReport, everything: bool) -> Parts:
     order = sorted(range(len(report.models)), key=lambda place: _urgency(report.models[place]))
     parts = [
-        Part(
-            f"{model.name}: {headline(model.ranges)}",
-            Document("", blocks(model.ranges, everything=everything)),
-        )
+        Part(f"{model.name}: {headline(model.ranges)}", Document("", blocks(model.ranges, everything=everything)))
         for model in report.models
     ]
     return Parts(tuple(parts), _MODELS.unless(everything), tuple(map(order.index, range(len(parts)))))

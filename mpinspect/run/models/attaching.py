@@ -116,10 +116,7 @@ class Attacher(Guarded):
         self.models = models
         self.active = True
         self.pending: list[PendingOptimizer] = []
-        self._seen = seen
-        self._attached = attached
-        self._lock = lock
-        self._compiled = compiled
+        self._seen, self._attached, self._lock, self._compiled = seen, attached, lock, compiled
         self._searches = 0
 
     @guarded
@@ -143,10 +140,7 @@ class Attacher(Guarded):
 
     @guarded
     def attach(
-        self,
-        waiting: PendingOptimizer,
-        models: Sequence[torch.nn.Module],
-        others: Sequence[PendingOptimizer] = (),
+        self, waiting: PendingOptimizer, models: Sequence[torch.nn.Module], others: Sequence[PendingOptimizer] = ()
     ) -> None:
         """Inspect these models, for this optimizer, ``others`` and all pending ones whose parameters they hold."""
         with self._lock.held():

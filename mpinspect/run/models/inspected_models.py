@@ -34,9 +34,7 @@ class InspectedModel:
     """A model that is or was inspected: its inspector, and the optimizers that step it, held weakly."""
 
     def __init__(self, name: str, label: Label, inspector: LaunchedInspector) -> None:
-        self.name = name
-        self.label = label
-        self.inspector = inspector
+        self.name, self.label, self.inspector = name, label, inspector
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.had_optimizers = False
         #: The thread that trains it.
@@ -96,14 +94,8 @@ class InspectedModels:
         tracker: ActiveRun | None = None,
         written: Callable[[], None] | None = None,
     ) -> None:
-        self._options = options
-        self._directory = directory
-        self._say = say
-        self._seen = seen
-        self._lock = lock
-        self._compiled = compiled
-        self._tracker = tracker
-        self._written = written
+        self._options, self._directory, self._say, self._seen = options, directory, say, seen
+        self._lock, self._compiled, self._tracker, self._written = lock, compiled, tracker, written
         self._pause_is_due = False
         self.all: list[InspectedModel] = []
 

@@ -57,10 +57,7 @@ class OneStep(Guarded):
         self._wants_matmuls = options.lint or (options.lint is None and not options.kernels)
         self._is_lint_asked = bool(options.lint)
         self._wants_trace = options.kernels
-        self._directory = directory
-        self._models = models
-        self._seen = seen
-        self._compiled = compiled
+        self._directory, self._models, self._seen, self._compiled = directory, models, seen, compiled
         #: The thread whose step is recorded: dispatch modes and profiles are per thread.
         self._thread: int | None = None
         self._optimizer: weakref.ref[torch.optim.Optimizer] | None = None

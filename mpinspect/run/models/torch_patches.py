@@ -21,7 +21,7 @@ from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.run.models import owners
 from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.hooks import ModelHook
-from mpinspect.runtime.torch_calls import BACKWARD, GRADIENTS
+from mpinspect.runtime.torch_calls import BACKWARD, COMPILED, GRADIENTS
 from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ class TorchPatches:
         """Wrap torch's functions and begin to call the listener."""
         self._replaced = [
             _replace(gc, "freeze", _remembered_modules),
-            _replace(torch, "compile", self._wrapped_compile),
             *(_replace(owner, name, _without_our_hooks) for owner, name in _TRACERS if hasattr(owner, name)),
         ]
+        COMPILED.listen(self._compiled, after=True)
         self.watch_backwards(True)
         self.listen_last()
 
@@ -59,6 +59,7 @@ class TorchPatches:
         scaler_watch.unlisten(self._listener)
         self.watch_backwards(False)
         self.watch_backwards_ends(False)
+        COMPILED.unlisten(self._compiled)
         while self._replaced:
             _put_back(self._replaced.pop())
 
@@ -85,19 +86,10 @@ class TorchPatches:
         scaler_watch.unlisten(self._listener)
         scaler_watch.listen(self._listener)
 
-    def _wrapped_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap ``torch.compile``, which ``module.compile()`` calls too."""
-
-        @functools.wraps(original)
-        def compile(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            given = _given(args, kwargs, "model")
-            # torch.compile returns its argument unchanged with ``disable=True`` or TORCHDYNAMO_DISABLE.
-            if given is not None and result is not given:
-                self._listener.module_compiled(given)
-            return result
-
-        return compile
+    def _compiled(self, given: Any, result: Any) -> None:
+        # torch.compile returns its argument unchanged with ``disable=True`` or TORCHDYNAMO_DISABLE.
+        if given is not None and result is not given:
+            self._listener.module_compiled(given)
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> Any:

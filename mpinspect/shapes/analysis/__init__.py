@@ -8,13 +8,4 @@ from mpinspect.shapes.analysis.report import Padding, ShapeReport, ShapeRow
 from mpinspect.shapes.analysis.rules import FINDING_IDS
 from mpinspect.shapes.analysis.verdict import VERDICTS, ShapeVerdict
 
-__all__ = [
-    "FINDING_IDS",
-    "VERDICTS",
-    "Padding",
-    "ShapeReport",
-    "ShapeRow",
-    "ShapeVerdict",
-    "analyse_shapes",
-    "judge",
-]
+__all__ = ["FINDING_IDS", "VERDICTS", "Padding", "ShapeReport", "ShapeRow", "ShapeVerdict", "analyse_shapes", "judge"]

@@ -76,11 +76,7 @@ _FAMILIES: dict[str, _Family] = {
     **attention.FAMILY,
     **recurrent.FAMILY,
 }
-_OTHER_NAMESPACES = {
-    "_linear_pointwise": "mkldnn",
-    "_convolution_pointwise": "mkldnn",
-    "_mkl_linear": "mkl",
-}
+_OTHER_NAMESPACES = {"_linear_pointwise": "mkldnn", "_convolution_pointwise": "mkldnn", "_mkl_linear": "mkl"}
 
 #: Operators that are, or contain, a matrix product, as "aten::mm".
 PRODUCT_OPS: frozenset[str] = frozenset(f"{_OTHER_NAMESPACES.get(name, 'aten')}::{name}" for name in _FAMILIES)

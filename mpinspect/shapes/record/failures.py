@@ -30,14 +30,8 @@ _CAUSES = (
         ("nonzero", "masked_select", "unique", "repeat_interleave", "bincount", "multinomial"),
         "the shape of its result depends on values",
     ),
-    (
-        ("meta kernel", "'meta' backend", "meta backend", "fake impl", "register_fake"),
-        _NO_KERNEL,
-    ),
-    (
-        ("numpy", " meta ", "=meta", "meta device", "meta tensor", "device meta"),
-        "it needs the values of a tensor",
-    ),
+    (("meta kernel", "'meta' backend", "meta backend", "fake impl", "register_fake"), _NO_KERNEL),
+    (("numpy", " meta ", "=meta", "meta device", "meta tensor", "device meta"), "it needs the values of a tensor"),
 )
 
 

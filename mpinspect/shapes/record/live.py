@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from mpinspect.reporting.words import number_of
 from mpinspect.runtime import own_code
 from mpinspect.runtime.emulation.products import is_composite
-from mpinspect.runtime.hooks import HandleList, ModelHook
+from mpinspect.runtime.hooks import HandleList
 from mpinspect.shapes.operators.gemm import dtype_name
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.fused import observe_attention
@@ -320,12 +320,8 @@ class _LiveCalls(ModuleCalls):
     def follow(self) -> None:
         """Register the hooks, around the script's own hooks."""
         for module in self._modules.values():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            enter = ModelHook(module, functools.partial(self._enter_live, module))
-            leave = ModelHook(module, functools.partial(self._leave_live, module))
-            self._handles.add(module.register_forward_pre_hook(enter, prepend=True))
-            self._handles.add(module.register_forward_hook(leave, always_call=True))
+            enter, leave = (functools.partial(each, module) for each in (self._enter_live, self._leave_live))
+            self._handles.add_around(module, enter, leave)
 
     def unfollow(self) -> None:
         """Remove the hooks."""

@@ -56,12 +56,8 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values: Values | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls = calls
-        self.parameters = parameters
-        self.autocast = autocast
-        self.lowers = lowers
-        self.meta = meta
-        self.values = values
+        self.calls, self.parameters, self.autocast = calls, parameters, autocast
+        self.lowers, self.meta, self.values = lowers, meta, values
         #: True while the backward runs: a forward within it is a recomputation.
         self.in_backward = False
         self.unreadable: Counter[str] = Counter()

@@ -144,12 +144,7 @@ def _replace(entries: dict[str, Any], stand_ins: dict[int, torch.Tensor]) -> Non
 
 
 def _silence(module: torch.nn.Module) -> None:
-    for hooks in (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    ):
+    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
         for number, hook in list(hooks.items()):
             if _origin(hook).startswith(_INERT):
                 del hooks[number]

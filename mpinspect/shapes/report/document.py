@@ -203,10 +203,7 @@ def _products(rows: list[ProductRow]) -> Tables:
         Column("calls", priority=1),
         Column("share", meaning="of the FLOPs"),
         Column("x8", meaning="the rule of multiples of 8, which libraries before cuBLAS 11 and cuDNN 7.6.3 required"),
-        Column(
-            "verdict",
-            meaning="by today's rule, aligned strides and a dtype that the GPU's Tensor Cores multiply",
-        ),
+        Column("verdict", meaning="by today's rule, aligned strides and a dtype that the GPU's Tensor Cores multiply"),
         Column("why", is_left=True, priority=2),
     )
     shown = rows[: most(limit, len(rows))]

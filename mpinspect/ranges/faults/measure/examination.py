@@ -22,7 +22,7 @@ from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.loss_terms import operations
-from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent, norms
 from mpinspect.ranges.faults.measure.singularities import (
     Rows,
     Singular,
@@ -366,20 +366,13 @@ class Examination(Measuring):
         self, step: int, found: Singular, *, loss_finite: bool, call: tuple[int, int] | None = None
     ) -> None:
         text = f"{found.operator} {found.what}".strip()
-        numbers: dict[str, Any] = {} if call is None else {"call": call[0], "calls": call[1]}
+        figures: dict[str, Any] = {"loss_finite": loss_finite, "bits": found.bits}
+        if call is not None:
+            figures |= {"call": call[0], "calls": call[1]}
         by = next((each.name for each in self._parameters if each.parameter is found.by), None)
         if by is not None:
             text = text.replace("a tensor that takes a gradient", f"the parameter {by!r}")
-        self._tell_examined(
-            _KINDS[found.kind],
-            step,
-            found.elements,
-            found.rows,
-            text,
-            loss_finite=loss_finite,
-            bits=found.bits,
-            **numbers,
-        )
+        self._tell_examined(_KINDS[found.kind], step, found.elements, found.rows, text, **figures)
 
     def _tell_examined(
         self,
@@ -409,7 +402,7 @@ class Examination(Measuring):
         watched = [
             each for each in self._parameters if is_plain(each.parameter) and each.parameter.dim() >= fewest_dims
         ]
-        return Sent.of(((each.name, _spread_rows(each.parameter, most_rows)) for each in watched), _norms)
+        return Sent.of(((each.name, _spread_rows(each.parameter, most_rows)) for each in watched), norms)
 
     def _compare_rows(self, step: int, rows: Sent) -> None:
         """Compare the whole weights if the norm of a few rows of any has grown far."""
@@ -466,11 +459,6 @@ def _broken(norms: Mapping[str, float]) -> tuple[str, ...]:
 def _ratios(norms: Mapping[str, float], began: Mapping[str, float]) -> dict[str, float]:
     """Return each norm's factor of growth; weights that began at zero are left out."""
     return {name: norm / began[name] for name, norm in norms.items() if began.get(name, 0.0) > 0}
-
-
-def _norms(weights: list[torch.Tensor]) -> torch.Tensor:
-    dtype = torch.promote_types(weights[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(weights, 2, dtype=dtype))
 
 
 def _spread_rows(weight: torch.Tensor, most: float) -> torch.Tensor:

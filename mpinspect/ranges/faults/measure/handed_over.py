@@ -13,16 +13,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from mpinspect.ranges.capture.host_rows import HostCopy
-from mpinspect.ranges.capture.largest import is_plain, read_largest
+from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward, Call, ParameterGradient
+from mpinspect.ranges.faults.measure.flushed import factor_of
 from mpinspect.ranges.faults.measure.lost_backwards import Backwards, LostBackwards
-from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent
+from mpinspect.ranges.faults.measure.measuring import Magnitudes, Measuring, Run, magnitudes
 from mpinspect.ranges.records import (
     Change,
     ChangedBeforeStep,
@@ -50,46 +51,6 @@ _HOW_CALLED = {None: "not_called", True: "called", False: "without_graph"}
 _SAME = 1e-3
 #: Gradients that are smaller by this factor or more at the masters count as divided, for example by a loss scale.
 _DIVIDED = 2.0
-
-
-class Magnitudes(NamedTuple):
-    """The largest magnitude of each gradient, and the 2-norms of the FP16 ones, computed in FP32, on their way to the host."""
-
-    values: Sent
-    norms: Sent
-
-    def copies(self) -> list[HostCopy]:
-        """Return the copies that the other methods read."""
-        return self.values.copies + self.norms.copies
-
-    def read(self) -> dict[str, float]:
-        """Return the magnitudes by name. Waits for the device like ``Sent.read``."""
-        return self.values.read()
-
-    def sum_of_squares(self) -> float:
-        """Return the sum of squares of all finite FP16 gradients together. Waits for the device like ``Sent.read``."""
-        return math.fsum(norm**2 for norm in self.norms.read().values() if math.isfinite(norm))
-
-
-@torch.no_grad()
-def magnitudes(parameters: Iterable[WatchedParameter]) -> Magnitudes:
-    """Return the largest magnitude of each plain gradient, NaN if it holds a NaN. Takes one call per dtype; never waits."""
-    found = [(each.name, grad) for each in parameters if is_plain(grad := each.parameter.grad)]
-    in_half = [(name, gradient) for name, gradient in found if gradient.dtype is torch.float16]
-    return Magnitudes(Sent.of(found, _largest), Sent.of(in_half, _norms))
-
-
-def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
-
-
-def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude of each plain tensor, in FP32 or FP64: in one kernel on a GPU."""
-    if not tensors[0].is_cpu:
-        # NumPy has no BF16.
-        found = torch.stack(torch._foreach_norm(tensors, math.inf))
-        return found.to(torch.promote_types(found.dtype, torch.float32))
-    return torch.tensor([abs(read_largest(tensor)) for tensor in tensors], dtype=torch.float64, device="cpu")
 
 
 AnyChange = TypeVar("AnyChange", bound=Change)
@@ -452,20 +413,17 @@ def _constant_factor(losses: Sequence[torch.Tensor]) -> float | None:
     """Return the constant factor of a single loss's last operation; None if it has none. Never waits for a device."""
     if len(losses) != 1:
         return None
-    node = losses[0].grad_fn
+    node: Any = losses[0].grad_fn
     if node is None or node.name() not in ("MulBackward0", "DivBackward0"):
         return None
     try:
-        other = node._saved_other  # type: ignore[attr-defined]
+        other = node._saved_other
     except (AttributeError, RuntimeError):
         # It was not saved, or has been freed.
         return None
-    if not isinstance(other, torch.Tensor) or other.numel() != 1 or not other.is_cpu or other.requires_grad:
+    if not isinstance(other, torch.Tensor) or other.requires_grad:
         return None
-    factor = float(other)
-    if node.name() == "MulBackward0":
-        return factor
-    return 1 / factor if factor else None
+    return factor_of(node.name()[:3].lower(), other)
 
 
 def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
@@ -16,6 +15,7 @@ from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
 from mpinspect.ranges.faults.measure.masters import Samples, samples
+from mpinspect.ranges.faults.measure.measuring import Magnitudes
 
 #: Fewest steps that must lose backwards, and the share of the compared steps that must.
 _FEWEST_STEPS, _NEARLY_ALL = 3, 0.9
@@ -23,16 +23,6 @@ _FEWEST_STEPS, _NEARLY_ALL = 3, 0.9
 _MOST_SAMPLED, _MOST_NODES = 4, 20_000
 #: Gradients that one factor of at most 1 changed on their way to the optimizer agree up to 16-bit rounding.
 _ALIKE = 0.01
-
-
-class Magnitudes(Protocol):
-    """The largest magnitude of each gradient, on its way to the host."""
-
-    def copies(self) -> list[HostCopy]:
-        """Return the copies that ``read`` reads."""
-
-    def read(self) -> dict[str, float]:
-        """Return the magnitudes by name. Waits for the device if the copies are not complete."""
 
 
 @dataclass

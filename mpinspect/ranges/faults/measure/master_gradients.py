@@ -237,7 +237,7 @@ class MasterGradients(Measuring):
             return
         before = seen.before.read()
         parts = [part.read() for part in seen.parts]
-        sums = {name: values for found in seen.sums for name, values in found.read().items()}
+        sums = _read_all(seen.sums)
         names = [name for name in sums if all(name in each for each in (before, *parts))]
         if not names:
             return

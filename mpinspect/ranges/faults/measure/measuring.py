@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpinspect.ranges.capture.host_rows import Arrivals, HostCopy
+from mpinspect.ranges.capture.largest import is_plain, read_largest
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
@@ -119,3 +121,45 @@ def drawn(tensor: torch.Tensor) -> torch.Tensor:
     # An odd distance reaches all columns of a matrix whose row length is a power of two.
     distance = -(-tensor.numel() // _MOST_DRAWN) | 1
     return tensor.detach().take(torch.arange(0, tensor.numel(), distance, device=tensor.device))
+
+
+class Magnitudes(NamedTuple):
+    """The largest magnitude of each gradient, and the 2-norms of the FP16 ones, computed in FP32, on their way to the host."""
+
+    values: Sent
+    norms: Sent
+
+    def copies(self) -> list[HostCopy]:
+        """Return the copies that the other methods read."""
+        return self.values.copies + self.norms.copies
+
+    def read(self) -> dict[str, float]:
+        """Return the magnitudes by name. Waits for the device like ``Sent.read``."""
+        return self.values.read()
+
+    def sum_of_squares(self) -> float:
+        """Return the sum of squares of all finite FP16 gradients together. Waits for the device like ``Sent.read``."""
+        return math.fsum(norm**2 for norm in self.norms.read().values() if math.isfinite(norm))
+
+
+@torch.no_grad()
+def magnitudes(parameters: Iterable[WatchedParameter]) -> Magnitudes:
+    """Return the largest magnitude of each plain gradient, NaN if it holds a NaN. Takes one call per dtype; never waits."""
+    found = [(each.name, grad) for each in parameters if is_plain(grad := each.parameter.grad)]
+    in_half = [(name, gradient) for name, gradient in found if gradient.dtype is torch.float16]
+    return Magnitudes(Sent.of(found, _largest), Sent.of(in_half, norms))
+
+
+def norms(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm of each of several tensors of one device and dtype, in FP32 or FP64."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
+
+
+def _largest(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the largest magnitude of each plain tensor, in FP32 or FP64: in one kernel on a GPU."""
+    if not tensors[0].is_cpu:
+        # NumPy has no BF16.
+        found = torch.stack(torch._foreach_norm(tensors, math.inf))
+        return found.to(torch.promote_types(found.dtype, torch.float32))
+    return torch.tensor([abs(read_largest(tensor)) for tensor in tensors], dtype=torch.float64, device="cpu")

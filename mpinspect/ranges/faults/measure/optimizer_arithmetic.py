@@ -18,12 +18,12 @@ from mpinspect.ranges.faults.measure.second import (
     SUMS,
     Pending,
     SecondComputation,
-    leaves,
     local_result,
     narrow_storages,
 )
 from mpinspect.ranges.faults.measure.twins import is_finite
 from mpinspect.ranges.records import BornInfinite, LostSum, Record, RoundedConstant
+from mpinspect.runtime.outputs import leaves
 
 aten = torch.ops.aten
 

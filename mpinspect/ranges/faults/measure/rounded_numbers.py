@@ -17,6 +17,7 @@ from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.twins import reference
 from mpinspect.ranges.records import Positions
 from mpinspect.runtime.device import is_capturing
+from mpinspect.runtime.outputs import leaves
 
 aten = torch.ops.aten
 
@@ -195,12 +196,10 @@ class RoundedNumbers:
         if not self._rounded:
             return
         result = result[0] if isinstance(result, tuple) else result
-        for given in args:
-            for each in given if isinstance(given, (list, tuple)) else (given,):
-                origin = self._of(each)
-                if origin is not None and origin.hops < _MOST_HOPS:
-                    self._remember(result, origin._replace(storage=reference(result), hops=origin.hops + 1))
-                    return
+        origins = filter(None, map(self._of, leaves(args)))
+        origin = next((each for each in origins if each.hops < _MOST_HOPS), None)
+        if origin is not None:
+            self._remember(result, origin._replace(storage=reference(result), hops=origin.hops + 1))
 
     def _multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
         """Follow outer products (of positions and frequencies), which add up no terms."""

@@ -58,6 +58,7 @@ from mpinspect.ranges.records import (
 )
 from mpinspect.reporting.words import filled, number_of
 from mpinspect.runtime.device import free_memory
+from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
@@ -81,9 +82,7 @@ _AMPLIFYING = (
     _DIFFERENCES
     | {aten.lerp_}
     | _LOSSES
-    | {
-        *(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor),
-    }
+    | {*(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor)}
 )
 _PRODUCTS = frozenset({aten.mm, aten.addmm})
 #: Multiplications from which on a product takes longer than choosing its kernel.
@@ -242,9 +241,8 @@ class SecondComputation:
         self._twins = Twins()
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
-        #: The operators of a forward with their lines, by the sequence number of their autograd node.
+        #: The operators of a forward with their lines, by the sequence number of their autograd node; rounded bounds by storage.
         self._makers: dict[int, tuple[str, str]] = {}
-        #: The bounds and epsilons that rounding changes, by the storages that they may have entered.
         self._bounds: Marks[Bound] = Marks()
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
@@ -684,7 +682,8 @@ class SecondComputation:
         error = float((wide - local()).norm())
         if not least or (value.numel() >= _FEWEST and error < _ABSORBED * least):
             return
-        unchanged = float((local() != 0).logical_and(_equals_one(wide, operands)).float().mean())
+        equals_one = (wide == operands[0]).logical_or(wide == operands[1])
+        unchanged = float((local() != 0).logical_and(equals_one).float().mean())
         figures = {"error": error / least, "unchanged": unchanged, "size": least / value.numel() ** 0.5}
         if value.numel() >= _FEWEST:
             self._add(AbsorbedOperand, pending, value, wide - local(), **figures)
@@ -759,13 +758,7 @@ class SecondComputation:
             self._add(AmplifiedError, pending, value, off, *origin, before=before, after=inherited)
 
     def _add(
-        self,
-        kind: type[Any],
-        pending: Pending,
-        result: torch.Tensor,
-        off: torch.Tensor,
-        *names: str,
-        **figures: float,
+        self, kind: type[Any], pending: Pending, result: torch.Tensor, off: torch.Tensor, *names: str, **figures: float
     ) -> None:
         """Record an operator's result; ``off``: its error, whose effect on the loss may become known."""
         record = self._record(kind, pending, result, *names, **figures)
@@ -1105,15 +1098,6 @@ def _is_opaque(func: Any, args: tuple[Any, ...]) -> bool:
     return any(isinstance(each, torch.Tensor) and each.dtype is torch.uint8 for each in args)
 
 
-def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield an operator's arguments or results, those of its lists too."""
-    for each in values:
-        if isinstance(each, (list, tuple)):
-            yield from leaves(each)
-        else:
-            yield each
-
-
 def _mapped(
     function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -1176,11 +1160,6 @@ def _are_comparable(pending: Pending, value: torch.Tensor) -> bool:
     if numbers or value.numel() < _FEWEST:
         return False
     return min(float(each.float().norm()) for each in operands[:2]) > _LEAST_KEPT * float(value.norm())
-
-
-def _equals_one(total: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """Return where a sum equals one of its operands."""
-    return (total == operands[0]).logical_or(total == operands[1])
 
 
 def _rows(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]] | None:

@@ -22,7 +22,7 @@ from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.runtime.dispatch import doubt, obstacle
 from mpinspect.runtime.guard import Guarded, guarded
-from mpinspect.runtime.hooks import HandleList, ModelHook
+from mpinspect.runtime.hooks import HandleList
 
 #: The first step that an inspector has computed twice: before it, optimizers have no state.
 _EARLY_STEP = 1
@@ -54,10 +54,7 @@ class RunningModules:
     def follow(self, model: torch.nn.Module) -> None:
         """Add the hooks."""
         for path, module in model.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):
-                enter, leave = ModelHook(module, partial(self._enter, path, module)), ModelHook(module, self._leave)
-                self._handles.add(module.register_forward_pre_hook(enter, prepend=True))
-                self._handles.add(module.register_forward_hook(leave, always_call=True))
+            self._handles.add_around(module, partial(self._enter, path, module), self._leave)
 
     def unfollow(self) -> None:
         """Remove the hooks."""

@@ -7,7 +7,7 @@ division of a row by its own zero norm, or a softmax of a row of -inf, also in c
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.records import ROUNDED_DIFFERENCE
 from mpinspect.ranges.session import MOST_ROWS
+from mpinspect.runtime.outputs import leaves
 
 
 class Rows(NamedTuple):
@@ -128,7 +129,7 @@ def overflowed_pack(node: Any) -> Singular | None:
     """
     dtype = dtype_of(node)
     hooked = [each for each in _raw(node) if getattr(each, "unpack_hook", None) is not None]
-    for kept in _leaves([getattr(each, "data", None) for each in hooked]):
+    for kept in leaves([getattr(each, "data", None) for each in hooked]):
         if dtype is None or not isinstance(kept, torch.Tensor) or kept.dtype.itemsize >= dtype.itemsize:
             continue
         where = ~kept.float().isfinite()
@@ -144,15 +145,7 @@ def _raw(node: Any) -> list[Any]:
     kind = type(node)
     if kind not in _RAW:
         _RAW[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    return list(_leaves(getattr(node, name) for name in _RAW[kind]))
-
-
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for each in values:
-        if isinstance(each, (list, tuple)):
-            yield from _leaves(each)
-        else:
-            yield each
+    return list(leaves(getattr(node, name) for name in _RAW[kind]))
 
 
 #: By type of node, the attributes with its saved tensors before any hook unpacks them.
@@ -389,17 +382,8 @@ def _attention(node: Any, name: str) -> _Found:
 
 #: Nodes that return their argument's values.
 SAME_VALUES = (
-    "ToCopy",
-    "View",
-    "UnsafeView",
-    "Reshape",
-    "Squeeze",
-    "Unsqueeze",
-    "Permute",
-    "Transpose",
-    "TBackward",
-    "Expand",
-    "Clone",
+    *("ToCopy", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze"),
+    *("Permute", "Transpose", "TBackward", "Expand", "Clone"),
 )
 #: Maximum number of nodes among which the difference is searched that left a negative number.
 _NEARBY = 12

@@ -55,14 +55,7 @@ class Widened(SecondComputation):
     def _compare(self, *_: Any) -> None:
         """Judge nothing."""
 
-    def _compare_choice(self, *_: Any) -> None:
-        """Judge nothing."""
-
-    def _compare_choices(self, *_: Any) -> None:
-        """Judge nothing."""
-
-    def _compare_integers(self, *_: Any) -> None:
-        """Judge nothing."""
+    _compare_choice = _compare_choices = _compare_integers = _compare  # type: ignore[assignment]
 
     def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool) -> None:
         value.copy_(twin)

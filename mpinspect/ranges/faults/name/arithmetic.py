@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import Case, quoted
-from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
 from mpinspect.ranges.records import OverflowedNorm, Positions, Statistics, Ties
 from mpinspect.ranges.session import MOST_ROWS, Event, module_named
 from mpinspect.reporting.sentences import Sentences
@@ -160,8 +160,6 @@ def overflowed_norms(case: Case) -> list[OverflowedNorm]:
 def _norm_overflows(case: Case) -> Iterator[Found]:
     """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that the normalised values become zero.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
-
     False alarms: It is measured: the divisor is infinite and finite in FP32, its quotients are zero, and the forward is finite.
     Rows that nothing uses, such as padding, count as well.
     """
@@ -226,8 +224,6 @@ class _Whole(Sentences):
 def _positions_collapse(case: Case) -> Iterator[Found]:
     """Positions, or other whole numbers, that become equal to their neighbours in 16 bits.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
-
     False alarms: It is measured if a cast, an arange or a cumsum makes distinct whole numbers equal that are then subtracted from
     each other, compared, made integers again or given a sine. Whole targets that a loss ranks look like that. Counts that
     something is divided by, and targets of a regression, are not reported. It is inferred if numbers that were made before the
@@ -276,8 +272,6 @@ class _Tied(Sentences):
 def _router_ties(case: Case) -> Iterator[Found]:
     """Scores in 16 bits of which several are equal at the edge of the top k, where the exact ones differ.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
-
     False alarms: It is measured, from one row in a hundred on. Ties that the exact scores have too, and ties at zero, do not
     count.
     """
@@ -296,6 +290,7 @@ FAULTS = (
         (_Norm,),
         ("initial-scale-too-high", "scale-too-high", "gradients-all-zero", "non-finite-event"),
         is_of_every_step=True,
+        checked=TWICE,
     ),
     Fault(
         "positions-collapse",
@@ -304,6 +299,7 @@ FAULTS = (
         (_Whole,),
         ("result-is-rounding-error", "choices-differ"),
         "warning",
+        checked=TWICE,
     ),
-    Fault("router-ties", "warning", _router_ties, (_Tied,)),
+    Fault("router-ties", "warning", _router_ties, (_Tied,), checked=TWICE),
 )

@@ -112,6 +112,29 @@ class FP32Weights(Sentences):
         return cls.IN_FP16.when(dtype == FLOAT16.name) or cls.IN_BF16
 
 
+class LayerInFP32(Sentences):
+    """The code that computes a module, whose path is ``path``, in FP32."""
+
+    TO_FP32 = "model.get_submodule({path}).float()"
+    FORWARD = (
+        "# once; likewise what takes its result\n"
+        "layer = model.get_submodule({path})\n"
+        "forward = layer.forward\n"
+        "def in_fp32(*inputs):\n"
+        "    inputs = [x.float() for x in inputs]\n"
+        "    with torch.autocast(\n"
+        "        {device_type}, enabled=False\n"
+        "    ):\n"
+        "        return forward(*inputs)\n"
+        "layer.forward = in_fp32"
+    )
+
+    @classmethod
+    def of(cls, precision: Precision) -> tuple[LayerInFP32 | None, LayerInFP32]:
+        """Return the code for a run whose weights are stored in these dtypes."""
+        return cls.TO_FP32.when({FLOAT16.name, BFLOAT16.name} & set(precision.weights)), cls.FORWARD
+
+
 def is_power_of_two(number: float) -> bool:
     """Return whether a positive number is a power of two, up to the rounding of a measured factor."""
     return abs(math.log2(number) - round(math.log2(number))) <= _ALIKE

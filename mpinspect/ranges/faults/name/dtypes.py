@@ -1,14 +1,14 @@
-"""Faults of dtypes: a live model that is converted, states that are cast when loaded, FP16 weights that a scaler refuses."""
+"""Faults of dtypes: a model that is converted, states that are cast when loaded, autocast regions, refused FP16 gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FLOAT16
-from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.records import ParametersCast, StatesCast
+from mpinspect.ranges.records import AutocastElsewhere, ParametersCast, StaleCasts, StatesCast
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled
 
@@ -47,10 +47,7 @@ def _model_converted(case: Case) -> Iterator[Found]:
     yield Found.of(
         case,
         [found],
-        (
-            _Converted.MODEL.when(found.count == found.of) or _Converted.PART,
-            _Converted.ROUNDED_AWAY.when(bits),
-        ),
+        (_Converted.MODEL.when(found.count == found.of) or _Converted.PART, _Converted.ROUNDED_AWAY.when(bits)),
         _Converted.COPY,
         _Converted.DEEPCOPY,
         words={"step_before": found.step - 1, "optimizer": optimizer, "bits": bits and bits + 1},
@@ -109,11 +106,73 @@ def _states_cast(case: Case) -> Iterator[Found]:
     )
 
 
-class _Refused(Sentences):
-    ENDED = (
-        "GradScaler ended the run: it does not unscale FP16 gradients, whose true values FP16 may flush. {parameters:count "
-        "weight} with gradients are in FP16: {names:some 6}."
+# -- autocast regions ---------------------------------------------------------------------------------------------------
+
+
+class _Stale(Sentences):
+    OLD_CASTS = (
+        "In step {step} the forward ran in the autocast region in which the optimizer had stepped. Autocast's cache still held "
+        "the 16-bit casts of the weights from before the step, so the forward did not see the update."
     )
+    EACH_FORWARD = (
+        "Open autocast around each forward and its loss alone, so that it casts the new weights; or switch "
+        "its cache off."
+    )
+    REGION = (
+        "# in the loop, or with cache_enabled=False\n"
+        "with torch.autocast({device_type}, torch.bfloat16):\n"
+        "    loss = loss_fn(model(x), target)\n"
+        "loss.backward()\n"
+        "optimizer.step()"
+    )
+
+
+def _stale_casts(case: Case) -> Iterator[Found]:
+    """A forward in an autocast region in which the weights have been updated since it began.
+
+    False alarms: It is measured. A loop that clears the cache by itself (torch.clear_autocast_cache) is not reported.
+    """
+    for stale in case.recorded(StaleCasts):
+        yield Found(
+            _Stale.OLD_CASTS,
+            {"measured_steps": stale.steps},
+            fix=_Stale.EACH_FORWARD,
+            code=_Stale.REGION,
+            step=stale.step,
+        )
+
+
+class _Elsewhere(Sentences):
+    NOTHING_CAST = (
+        "Autocast was opened for {asked} and the model is on {device}: autocast does nothing there, and everything is computed "
+        "in the dtypes of the weights."
+    )
+    DEVICE_OF_TENSORS = "Give autocast, and the GradScaler, the device of the tensors."
+    REGION = "with torch.autocast({device_type}, torch.bfloat16):\n    loss = loss_fn(model(x), target)"
+
+
+def _autocast_elsewhere(case: Case) -> Iterator[Found]:
+    """Autocast regions that are opened for a device on which the model is not.
+
+    False alarms: A script for a GPU that is tried on a CPU is reported.
+    """
+    for elsewhere in case.recorded(AutocastElsewhere):
+        asked, device = elsewhere.names
+        yield Found(
+            _Elsewhere.NOTHING_CAST,
+            {"asked": asked, "device": device, "regions": elsewhere.regions},
+            {"device_type": quoted(device)},
+            fix=_Elsewhere.DEVICE_OF_TENSORS,
+            code=_Elsewhere.REGION,
+        )
+
+
+# -- gradients that a scaler refuses -----------------------------------------------------------------------------------
+
+
+class _Refused(Sentences):
+    ENDED = "GradScaler ended the run: it does not unscale FP16 gradients, whose true values FP16 may flush."
+    IN_HALF = "{parameters:count weight} with gradients are in FP16: {names:some 6}."
     TRAIN_IN_FP32 = (
         "Cast the trained weights to FP32 before the optimizer is made; autocast casts them for each product. Frozen weights may "
         "stay in FP16."
@@ -139,7 +198,7 @@ def _gradients_refused(case: Case) -> Iterator[Found]:
     }
     half = [name for name, dtype in given.items() if dtype == FLOAT16.name]
     yield Found(
-        _Refused.ENDED,
+        (_Refused.ENDED, _Refused.IN_HALF.when(half)),
         {"parameters": len(half), "names": half[:MOST_NAMES]},
         {"names": half},
         _Refused.TRAIN_IN_FP32,
@@ -159,4 +218,8 @@ FAULTS = (
     Fault("gradients-refused", "error", _gradients_refused, (_Refused,), ("scaler-missing-in-float16",)),
     Fault("model-converted", "warning", _model_converted, (_Converted,), _OF_16_BITS, "warning", is_of_every_step=True),
     Fault("states-cast-by-loading", "warning", _states_cast, (_Loaded,), _OF_16_BITS, "warning", is_of_every_step=True),
+)
+OF_AUTOCAST = (
+    Fault("autocast-around-updates", "error", _stale_casts, (_Stale,)),
+    Fault("autocast-for-another-device", "warning", _autocast_elsewhere, (_Elsewhere,)),
 )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpinspect.ranges.faults.name.case import Case, again, grouped, quoted
+from mpinspect.ranges.faults.name.own_names import with_own_names
 from mpinspect.ranges.records import Record
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.finding import INFERRED, MEASURED, SEVERITIES, Finding
@@ -18,6 +19,9 @@ from mpinspect.reporting.words import filled, with_power
 
 #: How many names the evidence lists.
 MOST_NAMES = 20
+#: The steps that are computed twice, and those in which a run looks for the operator that broke it.
+TWICE = "in one early step and in steps 100, 1,000 and 10,000"
+AFTER_BREAK = "in one early step and in the steps after the first infinity or NaN"
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Found:
         is_grave: whether it did more harm than usual: its severity is one above the fault's own, which must not be "error".
         is_mild: whether it did less harm than usual: its severity is one below the fault's own, which must not be "info".
         is_inferred: whether the cause was concluded from measurements, and not measured itself.
+        operator: torch's name of the operator that the code computes, whose operands are taken from the script's line; "" for
+            code that computes none.
         before: lines of the script whose operators lead to the one of the evidence's "line".
         step: the step in which the problem began, from 0; None if it belongs to no step.
     """
@@ -49,6 +55,7 @@ class Found:
     is_grave: bool = False
     is_mild: bool = False
     is_inferred: bool = False
+    operator: str = ""
     before: Sequence[str] = ()
     step: int | None = None
 
@@ -104,6 +111,7 @@ class Fault:
         explains: ids of the findings that are consequences of this one.
         explains_from: the least severity of an occurrence that explains them: a milder one did no harm.
         is_of_every_step: whether the loop's code has the fault, so that it explains what began before the step that showed it.
+        checked: the steps in which it is checked, if only a step computed twice can show it.
     """
 
     id: str
@@ -113,6 +121,7 @@ class Fault:
     explains: tuple[str, ...] = ()
     explains_from: str = "error"
     is_of_every_step: bool = False
+    checked: str = ""
 
     @property
     def about(self) -> str:
@@ -126,7 +135,9 @@ class Fault:
 
     def _documentation(self) -> tuple[str, str]:
         about, _, false_alarms = (inspect.getdoc(self.rule) or "").partition("\n\nFalse alarms: ")
-        return " ".join(about.split()), " ".join(false_alarms.split())
+        first, gap, more = about.partition("\n\n")
+        checked = filled(" Checked under ``mpinspect run`` or ``Inspector(second=True)``, {}.", self.checked)
+        return " ".join(f"{first}{checked}{gap}{more}".split()), " ".join(false_alarms.split())
 
     def findings(self, case: Case) -> Iterator[Finding]:
         """Yield the findings of a run."""
@@ -134,12 +145,14 @@ class Fault:
 
     def finding(self, found: Found, session: Session) -> Finding:
         """Return the finding of one occurrence; its code begins with the lines of the script that it is about."""
-        figures = {"step": found.step, "device_type": _device_type(session), **found.evidence, **found.words}
+        figures = {"step": found.step, "device_type": _device_type(session), "path": quoted(found.layer)}
+        figures |= {**found.evidence, **found.words}
         fix, code = text(found.fix, figures), text(found.code, figures, between="\n")
         evidence, line = dict(found.evidence), found.evidence.get("line", "")
         sources = {each: source for each in (*found.before, line) if (source := session.source_of(each))}
         if line in sources:
             evidence["source"] = sources[line]
+            code = with_own_names(code, sources[line], found.operator)
         if fix:
             code = "\n".join([*(printable(f"# {each}: {source}") for each, source in sources.items()), code]).rstrip()
         return Finding(

@@ -436,19 +436,23 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
     ]
     if len(masters) >= _FEWEST_LEFT_OVER:
         says = (_Sum.MASTERS, _Sum.MASTERS_GROWN.when(_has_grown(masters)))
-        yield Found.of(case, masters, says, _Sum.ZERO_MASTERS, _Sum.ZERO_GRAD_OF_MASTERS, words=_growth(masters))
+        yield Found.of(case, masters, says, _Sum.ZERO_MASTERS, _Sum.ZERO_GRAD_OF_MASTERS, **_growth(masters))
     held = [each for each in case.recorded(LeftOver) if each.parameters >= MOST_LEFT_OVER * each.of]
     if len(held) >= _FEWEST_LEFT_OVER:
         fix, code = _Sum.ZERO, _Sum.ZERO_GRAD
         if case.precision.has_masters:
             fix, code = _Sum.ZERO_BOTH, _Sum.ZERO_GRAD_OF_BOTH
         says = (_Sum.HELD, _Sum.GROWN.when(_has_grown(held)))
-        largest = {"largest": [each.largest for each in held]}
-        yield Found.of(case, held, says, fix, code, words=_growth(held), evidence=largest)
+        yield Found.of(case, held, says, fix, code, **_growth(held))
 
 
-def _growth(found: Sequence[MastersAddedUp | LeftOver]) -> dict[str, object]:
-    return {"largest_first": found[0].largest, "largest_last": found[-1].largest}
+def _growth(found: Sequence[MastersAddedUp | LeftOver]) -> dict[str, dict[str, object]]:
+    """Return the words and the evidence on the sums: the largest magnitude of each, and its step."""
+    largest, steps = [each.largest for each in found], [each.step for each in found]
+    return {
+        "words": {"largest_first": largest[0], "largest_last": largest[-1]},
+        "evidence": {"largest": largest, "steps": steps},
+    }
 
 
 def _has_grown(found: Sequence[MastersAddedUp | LeftOver]) -> bool:

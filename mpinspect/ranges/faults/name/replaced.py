@@ -133,17 +133,8 @@ def _broken_by_loop(case: Case) -> Iterator[Found]:
     line = next((written.names[1] for written in case.recorded(WrittenByLoop)), "")
     yield Found(
         _Broken.WRITTEN,
-        {
-            **broken.figures,
-            "names": list(broken.names[:MOST_NAMES]),
-            "loss_scale": overflow.loss_scale,
-            "line": line,
-        },
-        {
-            "weights": list(broken.names),
-            "overflowed": overflow.step,
-            "at_line": bracketed(line),
-        },
+        {**broken.figures, "names": list(broken.names[:MOST_NAMES]), "loss_scale": overflow.loss_scale, "line": line},
+        {"weights": list(broken.names), "overflowed": overflow.step, "at_line": bracketed(line)},
         _Broken.CHECK_FIRST,
         _Broken.UNSCALE_AND_CHECK,
         layer=broken.name,

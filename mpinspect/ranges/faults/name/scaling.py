@@ -13,14 +13,14 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility, always_zero
-from mpinspect.ranges.faults.name.case import Case, FP32Weights, grouped, is_power_of_two
+from mpinspect.ranges.faults.name.case import Case, FP32Weights, LayerInFP32, grouped, is_power_of_two
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, period, was_in_half, where_to_inspect
 from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
 from mpinspect.ranges.records import ChangedBeforeStep, DividedInHalf, MastersGivenSmaller, NewScalers
 from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, TensorKey, module_named
-from mpinspect.reporting.sentences import Sentences
+from mpinspect.reporting.sentences import Said, Sentences
 from mpinspect.reporting.words import and_more, filled, number_or_power
 
 #: A scaler's initial search is worth a warning if it takes more than this share of the run, and at least three steps.
@@ -342,10 +342,7 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
     if is_never_updated and not stepped and not backoff:
         fix, code = _High.UPDATE, _High.STEP_AND_UPDATE
     yield Found(
-        (
-            _High.STAYS,
-            _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped) or _High.SKIPPED,
-        ),
+        (_High.STAYS, _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped) or _High.SKIPPED),
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
         {
             "skipped": len(skips),
@@ -628,22 +625,22 @@ def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
     if len(steps) < _FEWEST_STEPS:
         return
     first = min(broken, key=lambda event: event.step)
-    what, in_fp32, code = "the forward", _ForForward.FORWARD_IN_FP32, _ForForward.WITHOUT_AUTOCAST
+    what, in_fp32 = "the forward", _ForForward.FORWARD_IN_FP32
+    code: Said = _ForForward.WITHOUT_AUTOCAST
+    if first.module and not first.after:
+        code = LayerInFP32.of(case.precision)
     if first.what in LOSSES:
         what, in_fp32, code = "the loss", _ForForward.LOSS_IN_FP32, _ForForward.CAST_OUTPUT
     inspect, words = where_to_inspect(first, case.session)
     is_too_large = run_format(case.session) == FLOAT16 and was_in_half(first, case.session)
+    if not is_too_large:
+        code = ()
     yield Found(
         _ForForward.BACKED_OFF,
         {"steps": len(steps), "first_step": steps[0]},
-        {
-            **words,
-            "what": what,
-            "module": module_named(first.module),
-            "period": period(steps),
-        },
+        {**words, "what": what, "module": module_named(first.module), "period": period(steps)},
         (in_fp32.when(is_too_large) or inspect, _ForForward.NEW_SCALER),
-        code.when(is_too_large),
+        code,
         layer=first.module,
         step=steps[0],
     )
@@ -894,7 +891,13 @@ def divisors(case: Case) -> tuple[float, float] | None:
 
 
 FAULTS = (
-    Fault("scale-falls-for-forward", "error", _scale_falls_for_forward, (_ForForward, Inspect), ("non-finite-event",)),
+    Fault(
+        "scale-falls-for-forward",
+        "error",
+        _scale_falls_for_forward,
+        (_ForForward, LayerInFP32, Inspect),
+        ("non-finite-event",),
+    ),
     Fault("scaler-made-anew", "warning", _scaler_made_anew, (_Anew,), ("non-finite-event",)),
     Fault("scale-too-high", "error", _scale_too_high, (_High, _Scaler), ("non-finite-event",)),
     Fault("initial-scale-too-high", "warning", _initial_scale_too_high, (_Initial, _Scaler)),

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
-from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, LayerInFP32, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, OF_FORWARD, further_lines, of_operation
-from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.fault import AFTER_BREAK, TWICE, Fault, Found
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed, no_weight_changes
 from mpinspect.ranges.records import (
     AbsorbedOperand,
@@ -229,9 +229,14 @@ class _Born(Sentences):
     SUBTRACT_LARGEST = "If it is normalised afterwards, subtract the largest exponent first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     PLAIN = "y = {expression}"
-    CAST = "with torch.autocast({device_type}, enabled=False):\n    y = {expression}"
+    CAST_INPUTS = "with torch.autocast({device_type}, enabled=False):\n    # from inputs in FP32\n    y = {expression}"
     CAST_BOTH = "with torch.autocast({device_type}, enabled=False):\n    x = {origin_expression}\n    y = {of_x}"
-    CAST_ON = f"{CAST}\n    # and the operators that take y\n    z = g(y)"
+    CAST_ON = (
+        "with torch.autocast({device_type}, enabled=False):\n"
+        "    y = {expression}\n"
+        "    # and the operators that take y\n"
+        "    z = g(y)"
+    )
     CAST_BOTH_ON = f"{CAST_BOTH}\n    # and the operators that take y\n    z = g(y)"
     UNCAST = "with torch.autocast({device_type}, enabled=False):\n    # x as it was before the cast\n    y = layer(x)"
     MASK_OF_THE_DTYPE = (
@@ -254,9 +259,6 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     """An operator whose result in 16 bits overflows, where the exact one is finite: of the forward, of an optimizer's step, or of
     a backward that breaks at loss scales below 2^-8 too.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
-    infinity or NaN.
-
     False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
     """
     return (found for found in _born_infinite(case) if found.evidence["largest"])
@@ -265,9 +267,6 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
 def _input_rounded_away(case: Case) -> Iterator[Found]:
     """An operator whose result in 16 bits is infinite or NaN, since an earlier operator rounded one of its inputs: a division by
     a difference or an epsilon that became zero.
-
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in the steps after the first
-    infinity or NaN.
 
     False alarms: It is measured. The operator that rounded is named where it stands on another line.
     """
@@ -293,6 +292,8 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
     bound = _bound_of(born, case)
     origin = None if bound else _origin(born)
     fix, code = (_Born.BOUND_IN_FP32, _Born.CAST_BEFORE) if bound else _remedy(born, origin)
+    if not bound and origin is None and born.name and born.names[0] == "addmm" and code is _Born.CAST_ON:
+        code = LayerInFP32.of(case.precision)
     phase = born.names[2]
     first = _first_event(case, phase)
     further = further_lines(case, born) if born.largest else []
@@ -312,6 +313,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         {
             "count": int(born.elements),
             "first_place": first and first.place,
+            "path": quoted(born.name),
             "at": _at(born, is_later),
             "at_origin": origin and _at(origin, is_later),
             **_words_of(origin),
@@ -323,6 +325,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "further": " and ".join(further),
         },
         layer=layer,
+        operator="" if origin else born.names[0],
         is_grave=first is not None,
         before=[
             *([origin.names[1]] if origin else born.names[3:4]),
@@ -379,7 +382,7 @@ def _remedy(born: BornInfinite, origin: BornInfinite | None) -> tuple[Said, Said
     operator = born.names[0]
     is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
     # The operators that take a large result would round it again.
-    casts = (_Born.CAST, _Born.CAST_BOTH) if not born.largest else (_Born.CAST_ON, _Born.CAST_BOTH_ON)
+    casts = (_Born.CAST_INPUTS, _Born.CAST_BOTH) if not born.largest else (_Born.CAST_ON, _Born.CAST_BOTH_ON)
     cast = casts[origin is not None]
     if origin is not None and born.largest:
         return (_Born.FROM_NEAR_IN_FP32, _Born.SUBTRACT_LARGEST.when(origin.names[0].startswith("exp"))), cast
@@ -482,8 +485,6 @@ class _Sum(Sentences):
 def _sum_loses_terms(case: Case) -> Iterator[Found]:
     """A sum in 16 bits whose terms are rounded away.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
-
     False alarms: It is measured, from an error of 3% on. It is information below 25% if no weight's gradient is off by 10%.
     """
     for lost in _by_place(case.recorded(LostSum), "error"):
@@ -493,7 +494,8 @@ def _sum_loses_terms(case: Case) -> Iterator[Found]:
         code = _Sum.CAST_INDEXED.when(operator.startswith(("index", "scatter", "embedding"))) or _Sum.CAST
         code = _Sum.CAST_PUT.when(operator.startswith("index_put")) or code
         fix = _Sum.IN_FP32.when(is_fault)
-        yield _found(lost, (_Sum.LOSES, also), fix, code.when(is_fault), words, is_mild=not is_fault)
+        more = {"operator": lost.names[0], "is_mild": not is_fault}
+        yield _found(lost, (_Sum.LOSES, also), fix, code.when(is_fault), words, **more)
 
 
 class _Absorbed(Sentences):
@@ -513,8 +515,6 @@ class _Absorbed(Sentences):
 
 def _addition_changes_nothing(case: Case) -> Iterator[Found]:
     """An addition in 16 bits whose smaller operand the larger one absorbs.
-
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: A branch that begins near zero on purpose (LayerScale, a zero-initialised adapter) is information: its root mean
     square is below 2^-6.
@@ -588,8 +588,6 @@ def _sum_stops(case: Case) -> Iterator[Found]:
     """A moving average, running sum, counter or schedule in 16 bits, an optimizer's state, or a weight that the loop changes,
     that no longer changes, or will not for long, or whose change in a step is mostly rounding.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
-
     False alarms: A sum that is set to zero again in time only rounds its terms. A number at the bound of a clamp is left out.
     That a sum will stop is inferred from one addition a step, and information if it would not within the run.
     """
@@ -662,8 +660,6 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
     """An operator of an optimizer's step, or of values that the loop keeps, most of whose results FP16 flushes; or a cast to FP8
     that flushes nearly all values.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
-
     False alarms: It is measured, from half of the results on. Values that are to be zero in the end, such as updates after the
     training has converged, are reported too. A cast to FP8 is reported if it flushes nine tenths of the values and half of their
     sum.
@@ -706,8 +702,6 @@ class _One(Sentences):
 def _constant_is_one(case: Case) -> Iterator[Found]:
     """A decay factor in 16 bits that an optimizer's step subtracts from 1, which it equals.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
-
     It is an error if nearly no update changes a weight: a division by the difference gives infinities, and these updates of zero.
 
     False alarms: That the number was rounded to 1 is inferred. A factor that is 1 on purpose is reported too.
@@ -746,7 +740,9 @@ class _Left(Sentences):
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
     DIFFERENCE = (
         "with torch.autocast({device_type}, enabled=False):\n"
-        "    a, b = f(x.float()), g(x.float())\n"
+        "    # from inputs in FP32\n"
+        "    a = f(x.float())\n"
+        "    b = g(x.float())\n"
         "    difference = a - b"
     )
 
@@ -754,8 +750,6 @@ class _Left(Sentences):
 def _rounding_error_left(case: Case) -> Iterator[Found]:
     """An operator whose result is mostly the rounding error of its inputs: a difference that cancels, a sine of a large number, a
     difference of whole numbers that FP32 can't represent, such as Unix times.
-
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
 
     False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it,
     unless it is a difference in 16 bits in code outside of modules, as of a loss. Of numbers beyond 2^24 in FP32 it is inferred:
@@ -783,6 +777,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
         fix = (
             _Born.FROM_ORIGIN_IN_FP32.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32
         )
+        is_subtracted = cancelled.names[0].strip("_") in ("sub", "rsub") and not origin
         yield _found(
             cancelled,
             (_Left.ARISES_EARLIER.when(origin) or _Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
@@ -795,6 +790,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
                 "origin_expression": "f(z.float())",
                 **_words_of(origin),
             },
+            operator=cancelled.names[0] if is_subtracted else "",
             is_grave=born is not None,
             is_mild=is_mild,
             before=[origin.names[1]] if origin else [],
@@ -825,9 +821,6 @@ class _Integers(Sentences):
 
 def _integers_rounded(case: Case) -> Iterator[Found]:
     """Ids, indices or counts that pass through a 16-bit format and are made integers again.
-
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000,
-    if the cast to 16 bits is in the step too.
 
     False alarms: It is measured: all were whole numbers before the cast, and some are others after it.
     """
@@ -869,8 +862,6 @@ _CHOICES = {"_to_copy": "a cast to integers", "max": "a maximum", "min": "a mini
 def _choices_differ(case: Case) -> Iterator[Found]:
     """Integers or a mask that rounding decides: the floor of a position, the nearest code, the entry of a cumulative sum.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
-
     False alarms: It is measured, from one integer in twenty on, if they are used in the same step. A choice between near equals,
     such as a maximum of similar scores, may matter little. Of a table that was made before the step it is inferred: it has
     nearly all numbers of its format, and most of them several times.
@@ -904,20 +895,29 @@ FAULTS = (
         (_Alike, _Born),
         ("scale-falls-for-forward", "non-finite-event", "argument-out-of-range"),
     ),
-    Fault("overflow-in-operator", "warning", _overflow_in_operator, (_Born,), _OF_BORN),
-    Fault("input-rounded-away", "warning", _input_rounded_away, (_Born,), _OF_BORN),
-    Fault("integers-rounded", "warning", _integers_rounded, (_Integers,)),
-    Fault("choices-differ", "warning", _choices_differ, (_Choices,)),
-    Fault("constant-is-one", "warning", _constant_is_one, (_One,), ("updates-lost",)),
-    Fault("operator-flushes", "warning", _operator_flushes, (_Flush,)),
-    Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients)),
-    Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients)),
-    Fault("buffer-stops-changing", "warning", _sum_stops, (_Kept,)),
+    Fault(
+        "overflow-in-operator", "warning", _overflow_in_operator, (_Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK
+    ),
+    Fault("input-rounded-away", "warning", _input_rounded_away, (_Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),
+    Fault(
+        "integers-rounded",
+        "warning",
+        _integers_rounded,
+        (_Integers,),
+        checked=f"{TWICE}, if the cast to 16 bits is in the step too",
+    ),
+    Fault("choices-differ", "warning", _choices_differ, (_Choices,), checked=TWICE),
+    Fault("constant-is-one", "warning", _constant_is_one, (_One,), ("updates-lost",), checked=TWICE),
+    Fault("operator-flushes", "warning", _operator_flushes, (_Flush,), checked=TWICE),
+    Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, _Gradients), checked=TWICE),
+    Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, _Gradients), checked=TWICE),
+    Fault("buffer-stops-changing", "warning", _sum_stops, (_Kept,), checked=TWICE),
     Fault(
         "result-is-rounding-error",
         "warning",
         _rounding_error_left,
         (_Left, _Gradients),
         (*OF_FORWARD, "argument-out-of-range"),
+        checked=TWICE,
     ),
 )

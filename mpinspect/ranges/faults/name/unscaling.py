@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpinspect.ranges.faults.name.case import Case, is_power_of_two
-from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
 from mpinspect.ranges.records import (
     ChangedBeforeStep,
     ChangedWhileScaled,
@@ -330,8 +330,6 @@ class _InHalf(Sentences):
 def _divided_in_float16(case: Case) -> Iterator[Found]:
     """FP16 gradients that the loop divides in FP16, so that elements become zero.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step and in steps 100, 1,000 and 10,000.
-
     False alarms: It is measured, from 1% of the non-zero elements on. It is a warning below half of them.
     """
     found = list(case.recorded(DividedInHalf))
@@ -468,8 +466,6 @@ _VARIANTS = {
 def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
     """A sum of values that carry different powers of the loss scale, in a backward, a loss, a gradient or an optimizer.
 
-    Checked under ``mpinspect run`` or ``Inspector(second=True)``, in one early step with a GradScaler.
-
     False alarms: None is known: an operator whose effect on the power is not certain makes it unknown.
     """
     for mixed in case.recorded(MixedPowers):
@@ -498,6 +494,7 @@ FAULTS = (
         (_InHalf,),
         ("gradients-zeroed", "gradients-all-zero"),
         is_of_every_step=True,
+        checked=TWICE,
     ),
     Fault("asked-gradients-flushed", "warning", _asked_gradients_flushed, (_Asked,)),
     Fault("unscale-missing", "warning", _unscale_missing, (_Unscale, _Limit)),
@@ -509,5 +506,6 @@ FAULTS = (
         (_Mixed,),
         ("initial-scale-too-high", "scale-too-high", "overflow-recurs", "non-finite-event"),
         is_of_every_step=True,
+        checked="in one early step with a GradScaler",
     ),
 )

@@ -425,16 +425,7 @@ def _silent_layers(says: _Silent, zero: Sequence[str], modules: Sequence[str], c
         figures |= {"function": saturated.names[0], "elements": int(saturated.elements), "dtype": saturated.text}
         words |= {"saturated_step": saturated.step, "at": at, "rounds": _rounds(saturated)}
         layer, words["in_module"] = saturated.name, filled(" in {!r}", saturated.name)
-    return Found(
-        (says, *more),
-        figures,
-        words,
-        fix,
-        code,
-        layer=layer,
-        is_grave=is_model,
-        is_inferred=bool(borders),
-    )
+    return Found((says, *more), figures, words, fix, code, layer=layer, is_grave=is_model, is_inferred=bool(borders))
 
 
 def _rounds(saturated: Saturated) -> str:
@@ -488,10 +479,7 @@ def _parameters_not_optimized(case: Case) -> Iterator[Found]:
         idle, share = int(measured.idle or 0), measured.fraction
         modules = {name.rpartition(".")[0] for name in measured.names}
         yield Found(
-            (
-                by_number(len(measured.names), _NotOptimized.ONE, _NotOptimized.MANY),
-                _NotOptimized.IDLE.when(idle),
-            ),
+            (by_number(len(measured.names), _NotOptimized.ONE, _NotOptimized.MANY), _NotOptimized.IDLE.when(idle)),
             {
                 "parameters": len(measured.names),
                 "fraction": share,

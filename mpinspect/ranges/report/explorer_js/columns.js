@@ -1,7 +1,7 @@
 // The columns of figures beside the strips.
 // @ts-check
 
-import { clamp, share } from "./histogram.js";
+import { clamp, nonFinite, share } from "./histogram.js";
 import { percent, power } from "./words.js";
 
 /**
@@ -13,16 +13,14 @@ import { percent, power } from "./words.js";
  * @property {boolean} [isWide]   whether a wide page alone has room for it
  */
 
-/** A share that need not be known better. */
-const NEGLIGIBLE = 0.001;
 /** Columns of every model. @type {ColumnOf[]} */
 const COLUMNS = [
   { name: "model", words: "layer", meaning: "", width: 0 },
   { name: "", words: "map", meaning: "", width: 0 },
-  { name: "flushed", words: "flushed", meaning: "share of the non-zero elements that round to zero in this format; ~, 0% seen: zeros may have been values, too", width: 76 },
+  { name: "flushed", words: "flushed", meaning: "share of the non-zero elements that round to zero in this format; zeros may have been values, too", width: 76 },
   { name: "subnormal", words: "subnormal", meaning: "survives with fewer bits", width: 90, isWide: true },
-  { name: "overflow", words: "overflow", meaning: "beyond the format's largest value", width: 74 },
-  { name: "broken", words: "inf, NaN", meaning: "infinities and NaNs counted", width: 92 },
+  { name: "overflow", words: "overflow", meaning: "share of the finite non-zero elements beyond the format's largest value; - with infinities, which are in the next column", width: 74 },
+  { name: "broken", words: "inf, NaN", meaning: "share of all elements that are infinities (✕) and NaNs (○)", width: 92 },
   { name: "largest", words: "largest", meaning: "magnitude, rounded down to a power of two", width: 66, isWide: true },
 ];
 
@@ -33,28 +31,21 @@ export function columnsOf({ storages, data }) {
   return [...COLUMNS, ...lost, ...notes];
 }
 
-/** A share of the visible values in words, as in every report. @param {number} lost @param {number} hidden the share that zeros can be of all values */
-function partial(lost, hidden) {
-  if (lost) return `~${percent(lost)}`;
-  return hidden <= NEGLIGIBLE ? `<${percent(NEGLIGIBLE)}` : "0% seen";
-}
-
-/** The cells of what the format does to a layer, each with its tone. @param {any} layer @param {any} found @param {string} broken the tone of infinities and NaNs @returns {[string, string][]} */
-export function figureCells(layer, found, broken) {
+/** The cells of what the format does to a layer, each with its tone. @param {any} found @param {string} broken the tone of infinities and NaNs @returns {[string, string][]} */
+export function figureCells(found, broken) {
   const unknown = /** @type {[string, string]} */ (["-", ""]);
   if (!found) return Array(5).fill(unknown);
   const { h, all, low, high } = found;
-  const nonFinite = /** @type {[string, string]} */ ([[h.infs && "✕ inf", h.nans && "○ NaN"].filter(Boolean).join(" ") || "none", h.infs || h.nans ? broken : ""]);
-  if (!all) return [unknown, unknown, unknown, nonFinite, unknown];
-  // Zeros of values that had passed through a narrow format may have been values: the share is that of the visible ones.
-  const isPartial = layer.floor !== null && h.zeros > 0;
+  const part = nonFinite(h);
+  const marks = /** @type {[string, string]} */ (part ? [`${"✕".repeat(Number(h.infs > 0))}${"○".repeat(Number(h.nans > 0))} ${percent(part)}`, broken] : ["none", ""]);
+  if (!all) return [unknown, unknown, unknown, marks, unknown];
   const lost = share(found.flushed, all);
   return [
-    [isPartial ? partial(lost, h.zeros / (h.zeros + all)) : percent(lost), lost > 0.01 ? "warning" : ""],
+    [percent(lost), lost > 0.01 ? "warning" : ""],
     [percent(share(found.subnormal, all)), ""],
-    // The infinities stand in the next column.
-    [!high && h.infs ? "finite: 0%" : low === high ? percent(share(high, all)) : `${percent(share(low, all))}..${percent(share(high, all))}`, high ? "error" : ""],
-    nonFinite,
+    // No overflow among the finite values would pass for health: the infinities are in the next column.
+    [!high && h.infs ? "-" : low === high ? percent(share(high, all)) : `${percent(share(low, all))}..${percent(share(high, all))}`, high ? "error" : ""],
+    marks,
     [power(h.min + h.counts.length - 1), ""],
   ];
 }

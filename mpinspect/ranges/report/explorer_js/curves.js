@@ -1,7 +1,7 @@
 // What a format loses at every loss scale.
 // @ts-check
 
-import { flushed, lostMass, nonzero, overflowed } from "./histogram.js";
+import { flushed, lostMass, nonFinite, nonzero, overflowed } from "./histogram.js";
 import { SCALES } from "./view.js";
 
 /**
@@ -12,6 +12,7 @@ import { SCALES } from "./view.js";
  * @property {number[]} low      flushed, of the elements
  * @property {number[]} mass     flushed, of the sum of magnitudes
  * @property {number[]} high     overflowed at most
+ * @property {number} broken     infinities and NaNs, of all elements: at no loss scale among the others
  * @property {boolean} hasValues
  */
 
@@ -36,11 +37,12 @@ export function curvesOf(view) {
   const of = JSON.stringify([format.name, kind, block, layer?.name]);
   const known = computed.get(view);
   if (known?.of === of) return known;
-  const those = (layer ? [layer] : view.ofKind.filter((/** @type {any} */ each) => !each.noise))
-    .map((/** @type {any} */ each) => view.counted(each)).filter((/** @type {any} */ h) => h && nonzero(h));
+  const all = (layer ? [layer] : view.ofKind.filter((/** @type {any} */ each) => !each.noise))
+    .map((/** @type {any} */ each) => view.counted(each)).filter(Boolean);
+  const those = all.filter(nonzero);
   const places = Array.from({ length: SCALES[1] - SCALES[0] + 1 }, (_, index) => SCALES[0] + index);
   const worst = (/** @type {(h: any, k: number) => number} */ share) => places.map((k) => those.reduce((/** @type {number} */ most, /** @type {any} */ h) => Math.max(most, share(h, k)), 0));
-  const made = { of, places, hasValues: those.length > 0,
+  const made = { of, places, hasValues: those.length > 0, broken: Math.max(...all.map(nonFinite), 0),
     low: worst((h, k) => flushed(h, format, k) / nonzero(h)), mass: worst((h, k) => lostMass(h, format, k)), high: worst((h, k) => overflowed(h, format, k)[1] / nonzero(h)) };
   computed.set(view, made);
   return made;

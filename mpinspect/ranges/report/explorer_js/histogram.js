@@ -69,6 +69,9 @@ export function merge(parts) {
   };
 }
 
+/** The share of infinities and NaNs among all elements. @param {Histogram} h */
+export const nonFinite = (h) => share(h.infs + h.nans, h.all + h.zeros + h.infs + h.nans);
+
 /** @param {Histogram} h */
 export const nonzero = (h) => h.all;
 

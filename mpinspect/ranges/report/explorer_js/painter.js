@@ -2,7 +2,7 @@
 // @ts-check
 
 import { element } from "./dom.js";
-import { clamp, nonzero } from "./histogram.js";
+import { clamp, nonFinite, nonzero } from "./histogram.js";
 import { power } from "./words.js";
 
 /** Height of the axis in pixels. */
@@ -11,6 +11,12 @@ const AXIS = 22;
 const DECADES = 5;
 /** Pixels of a row from which on a larger share is also higher. */
 const TALL = 32;
+/** How dark, and in tall rows how high, a share is, 0 to 1. @param {number} part */
+const strengthOf = (part) => clamp(1 + Math.log10(part) / DECADES, 0, 1);
+/** @param {number} strength @param {number} height of a row in pixels */
+const tallOf = (strength, height) => (height < TALL ? height - 2 : Math.max(strength * (height - 4), 3));
+/** Pixels of the bar of infinities and NaNs. */
+const BROKEN = 30;
 const COLOURS = ["ground", "fill", "soft", "ink", "info", "flushed", "subnormal", "overflow", "error", "warning"];
 
 export class Painter {
@@ -100,10 +106,10 @@ export class Painter {
         const name = exponent < f.flush - k ? "flushed" : exponent > f.top - k ? "overflow" : "fill";
         if (name !== before) context.fillStyle = this.colour(name);
         before = name;
-        const strength = clamp(1 + Math.log10(count / all) / DECADES, 0, 1);
+        const strength = strengthOf(count / all);
         context.globalAlpha = 0.15 + 0.85 * strength;
         const left = Math.round(this.place(h.min + index));
-        const tall = height < TALL ? height - 2 : Math.max(strength * (height - 4), 3);
+        const tall = tallOf(strength, height);
         context.fillRect(left, height - 1 - tall, Math.max(Math.round(this.place(h.min + index + 1)) - left, 1), tall);
       });
       context.globalAlpha = 1;
@@ -131,9 +137,14 @@ export class Painter {
     context.fillRect(0, middle, this.width, 1);
   }
 
-  /** A cross for infinities and a ring for NaNs, at the right end. @param {CanvasRenderingContext2D} context @param {any} h @param {number} height @param {string} colour its name */
+  /** A bar for the share of infinities and NaNs, at the right end, with a cross for infinities and a ring for NaNs. @param {CanvasRenderingContext2D} context @param {any} h @param {number} height @param {string} colour its name */
   marks(context, h, height, colour) {
     const [middle, size] = [height / 2, 4];
+    const strength = strengthOf(nonFinite(h));
+    const tall = tallOf(strength, height);
+    Object.assign(context, { fillStyle: this.colour(colour), globalAlpha: 0.15 + 0.85 * strength });
+    context.fillRect(this.width - BROKEN, height - 1 - tall, BROKEN, tall);
+    context.globalAlpha = 1;
     context.beginPath();
     if (h.infs) {
       for (const slope of [-1, 1]) {
@@ -145,8 +156,8 @@ export class Painter {
       context.moveTo(this.width - 8 + size, middle);
       context.arc(this.width - 8, middle, size, 0, 2 * Math.PI);
     }
-    // A rim sets them off from values below them.
-    for (const [name, lineWidth] of [["ground", 5], [colour, 2]]) {
+    // They are light on a bar that covers them; else a rim sets them off from values below them.
+    for (const [name, lineWidth] of tall > middle + size ? [["ground", 2]] : [["ground", 5], [colour, 2]]) {
       Object.assign(context, { strokeStyle: this.colour(/** @type {string} */ (name)), lineWidth });
       context.stroke();
     }

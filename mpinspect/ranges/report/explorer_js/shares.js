@@ -98,7 +98,7 @@ export class Shares {
   }
 
   /** What is lost where the handle stands, or why there is none. @param {import("./curves.js").Curves} curves @returns {(Node | string)[]} */
-  readoutOf({ low, mass, high, hasValues }) {
+  readoutOf({ low, mass, high, broken, hasValues }) {
     const { isMoved, state } = this.view;
     const { format, scale } = state;
     if (!this.view.isScaled()) return [];
@@ -108,8 +108,9 @@ export class Shares {
     }
     if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, "no finite value was counted")])];
     const [lost, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
-    const finite = this.view.ofKind.some((/** @type {any} */ layer) => this.view.counted(layer)?.infs) ? " (finite)" : "";
-    return [element("b", {}, `at ${power(scale)}`), this.fold, element("span", {}, `${lost} flushed${this.hasCurve ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow${finite}`)];
+    const beside = broken && this.hasCurve ? [element("b", { className: "bad" }, `${this.view.chosen ? "" : "up to "}${percent(broken)} inf, NaN: the curves are of finite values`)] : [];
+    if (this.view.hidesValues && this.hasCurve) beside.push(element("span", {}, "zeros may have been values"));
+    return [element("b", {}, `at ${power(scale)}`), this.fold, element("span", {}, `${lost} flushed${this.hasCurve ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow${broken && !this.hasCurve ? " (finite)" : ""}`), ...beside];
   }
 
   /** @param {number} wide @param {number} height @param {string} of @param {import("./curves.js").Curves} curves */

@@ -39,8 +39,7 @@ function losses(view, valued, broken) {
   const over = valued.filter((each) => each.high > 0).length;
   const { title } = data.kinds.find((/** @type {any} */ kind) => kind.name === state.kind);
   const tensors = numberOf(own.length, title.toLowerCase().replace(/s$/, ""));
-  // What an earlier operation flushed is not in the counts.
-  const hidden = data.opening.said && data.opening.curve && own.some((/** @type {any} */ layer) => layer.floor !== null && view.counted(layer)?.zeros) ? " (zeros may have been values)" : "";
+  const hidden = view.hidesValues ? " (zeros may have been values)" : "";
   return `${losing} of ${tensors} ${verb(losing, "loses", "lose")} over 1% of ${verb(losing, "its", "their")} elements to zero${hidden}, ${over} ${verb(over, "overflows", "overflow")}${broken ? " in finite values" : ""}`;
 }
 

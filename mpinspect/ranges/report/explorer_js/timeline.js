@@ -130,7 +130,7 @@ export class Timeline {
   main(wide, high, across) {
     const { data } = this.view;
     const { known } = this;
-    const values = known.length ? known : this.largest.filter((each) => each !== null);
+    const values = known.length ? known : [...this.largest.filter((each) => each !== null), ...this.held.map(([, value]) => value)];
     const [least, most] = values.length ? [Math.floor(Math.min(...values)), Math.ceil(Math.max(...values))] : [0, 0];
     const drawn = chart(wide, high, `${known.length ? "The loss scale" : "The largest magnitude"} over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps. ${data.opening.said}`.trim(),
       across, { ends: [least - 1, most + 1], ticks: values.length ? [...new Set([least, most])] : [], words: power });
@@ -142,12 +142,24 @@ export class Timeline {
     const ring = (/** @type {number} */ at) => `M${at - 4} ${TOP + 2}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0`;
     const share = (/** @type {number} */ each) => bottom - each * (bottom - TOP);
     picture.append(svg("path", { d: this.hasFlushed ? this.pathOf(this.flushed, x, share) : "", class: "curve lost-share" }),
-      svg("path", { d: this.pathOf(this.largest, x, y), class: "curve largest" }), svg("path", { d: this.path(drawn, across.ends[1]), class: "curve scales" }),
+      svg("path", { d: this.pathOf(this.largest, x, y), class: "curve largest" }), ...this.sums(drawn), svg("path", { d: this.path(drawn, across.ends[1]), class: "curve scales" }),
       ...this.falls.map(([step, value]) => svg("path", { d: `M${x(step) - 4} ${y(value) + 4}h8l-4 7z`, class: "fall" }, svg("title", {}, `step ${number(step)}: the scale fell to ${power(value)}`))),
       ...data.events.map((/** @type {any} */ event) => svg("g", { class: event.step < (data.opening.step ?? 0) ? "event earlier" : "event" },
         svg("title", {}, event.words), svg("line", { x1: x(event.step), x2: x(event.step), y1: TOP + 6, y2: bottom }),
         svg("path", { d: (event.value === "nan" ? ring : cross)(x(event.step)) }))));
     return drawn;
+  }
+
+  /** The steps in which gradients were left over from earlier steps, with the largest magnitude in .grad as a power of two; none beside a loss scale, which has another axis. @returns {[number, number][]} */
+  get held() {
+    return this.known.length ? [] : this.view.data.held;
+  }
+
+  /** The sums of gradients that were never zeroed, a square each. @param {any} drawn @returns {SVGElement[]} */
+  sums({ x, y }) {
+    const places = this.held.map(([step, value]) => [x(step), y(value)]);
+    return [svg("path", { d: places.map((place, index) => `${index ? "L" : "M"}${place.map((each) => each.toFixed(1)).join(" ")}`).join(""), class: "curve held" }),
+      ...places.map(([left, top], index) => svg("rect", { x: left - 3, y: top - 3, width: 6, height: 6, class: "held" }, svg("title", {}, `step ${number(this.held[index][0])}: ${power(this.held[index][1])}`)))];
   }
 
   /** A line at the figure of each block, over its steps. @param {(number | null)[]} figures @param {(step: number) => number} x @param {(figure: number) => number} y */
@@ -184,7 +196,8 @@ export class Timeline {
     return [
       ...(this.known.length ? [key("scales", "loss scale")] : []),
       ...(this.view.hasScale && !this.known.length ? [entry("the loss scale is not known")] : []),
-      ...(this.largest.some((each) => each !== null) ? [key("largest", `largest magnitude ${chosen ? of : "of any layer"}`)] : []),
+      ...(this.largest.some((each) => each !== null) ? [key("largest", `largest magnitude ${chosen ? of : "of any layer"}${data.held.length ? ", of each backward alone" : ""}`)] : []),
+      ...(this.held.length ? [key("held", "largest magnitude in .grad, their sum")] : []),
       ...(this.hasFlushed ? [key("lost-share", `flushed, ${of} (0 to 100%)`)] : []),
       ...(this.falls.length ? [key("fall", "scale fell")] : []),
       ...(data.skipped ? [entry(`${numberOf(data.skipped, "update")} skipped`)] : []),

@@ -2,7 +2,7 @@
 // @ts-check
 
 import { wanted } from "./address.js";
-import { clamp, flushed, merge, nonzero, overflowed, share, subnormal, unpack } from "./histogram.js";
+import { clamp, flushed, merge, nonFinite, nonzero, overflowed, share, subnormal, unpack } from "./histogram.js";
 import { spanInWords } from "./words.js";
 
 /** The least and the largest loss scale, as powers of two. */
@@ -182,6 +182,12 @@ export class View {
     return { h, all, flushed: flushed(h, f, k), subnormal: subnormal(h, f, k), low, high };
   }
 
+  /** Whether zeros may have been values, in a run whose fault depends on that: what an earlier operation flushed is not in the counts. */
+  get hidesValues() {
+    const { said, curve } = this.data.opening;
+    return Boolean(said && curve && this.ofKind.some((/** @type {any} */ layer) => layer.floor !== null && this.counted(layer)?.zeros));
+  }
+
   /** Share of a parameter's updates that are lost, or of all parameters'; null where none was seen. @param {any} storage @param {any} layer @param {number} block */
   lostOf(storage, layer, block = this.state.block) {
     /** @type {any[]} */
@@ -200,7 +206,7 @@ export class View {
         const h = blocks[block];
         if (h && nonzero(h)) most = Math.max(most, of(h));
       }
-      return most === -Infinity ? null : most;
+      return Number.isFinite(most) ? most : null;
     });
   }
 
@@ -210,9 +216,9 @@ export class View {
     return this.overSteps((h) => flushed(h, f, k) / nonzero(h));
   }
 
-  /** The largest magnitude in each block, as a power of two. */
+  /** The largest magnitude in each block, as a power of two; null also where it is not finite. */
   largestOverSteps() {
-    return this.overSteps((h) => h.min + h.counts.length - 1 + Math.log2(h.largest));
+    return this.overSteps((h) => (nonFinite(h) ? Infinity : h.min + h.counts.length - 1 + Math.log2(h.largest)));
   }
 
   /** @param {any} layer */

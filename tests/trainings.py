@@ -1,0 +1,38 @@
+"""The usual training loop, bare and under an inspector."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpinspect import Inspector
+
+
+def take_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
+    """Zero the gradients, run the backward and step, through the scaler if there is one."""
+    optimizer.zero_grad()
+    if scaler is None:
+        loss.backward()
+        optimizer.step()
+        return
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def inspected(
+    model: nn.Module,
+    loss_of: Callable[[int], torch.Tensor],
+    steps: int,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    **options: Any,
+) -> Inspector:
+    """Train on ``loss_of(step)`` under an inspector that is given the options; the default is SGD at a rate of 0.1."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, **options) as inspector:
+        for step in range(steps):
+            take_step(optimizer, loss_of(step), scaler)
+    return inspector
