@@ -709,5 +709,5 @@ def test_float16_gradients_that_a_scaler_refuses_are_named(tmp_path: Path) -> No
     session = Session.load(next((tmp_path / "run").glob("**/session.mpinspect")))
     finding = next(each for each in analyse(session).findings if each.id == "gradients-refused")
     assert finding.severity == "error"
-    assert "2 weights with gradients are in FP16: 'head.weight', 'head.bias'" in finding.message
+    assert "The gradients of 'head.weight', 'head.bias' are in FP16." in finding.message
     assert "p.data = p.data.float()" in finding.code
