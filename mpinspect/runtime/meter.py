@@ -3,61 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from typing import Any
-
-from mpinspect.runtime.device import timing_event
+from typing import Protocol
 
 #: On a GPU the first few inspected steps are timed, then one in every 16, because two events around each callback take
 #: some microseconds themselves. An untimed step is assumed to cost as much as the last timed one.
 _TIMED_FIRST, _TIMED_EVERY = 4, 16
 
 
-class EventStopwatch:
-    """Records a pair of events around each callback, on the current device and stream, and never waits.
-
-    A pair encloses our kernels and the gaps between them while the host is slower; both delay the training's own work on
-    the device. Recording starts once the process uses an accelerator: a model may be moved there during the run.
-    """
-
-    def __init__(self) -> None:
-        self._begun: Any = None
-        self._pairs: list[tuple[Any, Any]] = []
-        self._travelling: deque[list[tuple[Any, Any]]] = deque()
-        #: Events that have been read and can be reused.
-        self._free: list[Any] = []
+class DeviceStopwatch(Protocol):
+    """Times the work that callbacks submit to a device, without waiting for the device."""
 
     def begin(self) -> None:
         """Record the begin of a callback."""
-        self._begun = self._recorded()
 
     def end(self) -> None:
         """Record the end of the callback."""
-        if self._begun is not None:
-            self._pairs.append((self._begun, self._recorded()))
-            self._begun = None
 
     def end_step(self) -> None:
-        """Complete the pairs of a step; called after its last callback."""
-        if self._pairs:
-            self._travelling.append(self._pairs)
-            self._pairs = []
+        """Record the end of a step; called after its last callback."""
 
     def arrived(self) -> list[float]:
         """Return the seconds of each completed step not returned before."""
-        seconds = []
-        while self._travelling and all(end.query() for _, end in self._travelling[0]):
-            pairs = self._travelling.popleft()
-            seconds.append(sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3)
-            self._free += [event for pair in pairs for event in pair]
-        return seconds
-
-    def _recorded(self) -> Any:
-        event: Any = self._free.pop() if self._free else timing_event()
-        if event is not None:
-            event.record()
-        return event
 
 
 class Meter:
@@ -68,11 +35,11 @@ class Meter:
         device: times the work on a GPU; None on a CPU.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, device: EventStopwatch | None = None) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, device: DeviceStopwatch | None = None) -> None:
         self.clock = clock
         self.running = False
         self._device = device
-        self._timed_device: EventStopwatch | None = None
+        self._timed_device: DeviceStopwatch | None = None
         self._own_s = self._began = 0.0
         self._step_began: float | None = None
         #: Number of inspected steps so far, and whether the current step is one.
@@ -126,7 +93,7 @@ class Meter:
                 self._device.begin()
         return told
 
-    def _device_s_told(self, device: EventStopwatch) -> float:
+    def _device_s_told(self, device: DeviceStopwatch) -> float:
         told = 0.0
         if self._timed_device is not None:
             self._timed_device = None

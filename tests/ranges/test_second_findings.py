@@ -185,7 +185,7 @@ def test_a_backward_that_overflows_at_any_loss_scale_is_named_by_its_operator():
     high, low = of_backward(3, 512.0), of_backward(7, 2.0**-9)
     cause = findings(born, precision=FP16, events=(high, low))["overflow-in-operator"]
     assert (cause.severity, cause.step, cause.layer) == ("error", 3, "head")
-    assert "first not finite in step 3, in 'head', and again at far lower loss scales" in cause.message
+    assert "in the backward of step 3, in 'head'; at far lower loss scales there were more" in cause.message
     assert "In the backward of 'head' (train.py:7), the gradient of mul overflows FP16" in cause.message
     # At this step's scale the overflow may be the scale's.
     assert "overflow-in-operator" not in findings(born, precision=FP16, events=(replace(high, step=7),))
@@ -278,8 +278,8 @@ def test_the_place_of_the_first_event_is_named_as_in_the_event(what, module, pla
     message = findings(born, precision=FP16, events=(first,))["overflow-in-operator"].message
     assert message.startswith("In train.py:7, mul overflows FP16 in 2 elements")
     assert message.endswith(
-        f"The forward was first not finite in step 4, in {place}. To find the operator, step 7 was computed a second time, in "
-        "FP32."
+        f"The first infinity or NaN was in the forward of step 4, in {place}. These figures are those of step 7, which was "
+        "computed a second time, in FP32."
     )
 
 

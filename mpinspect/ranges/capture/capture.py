@@ -31,9 +31,10 @@ from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIG
 from mpinspect.ranges.records import NeverUpdated, StepsStopped
 from mpinspect.ranges.session import CALLS_LEFT_OUT, CLOSURES_LEFT_OUT, UNEVEN_INPUTS, Event, Measurement
 from mpinspect.reporting.words import some
+from mpinspect.runtime.device_stopwatch import EventStopwatch
 from mpinspect.runtime.distributed import allows_uneven_inputs
 from mpinspect.runtime.guard import guarded, unseen
-from mpinspect.runtime.meter import EventStopwatch, Meter
+from mpinspect.runtime.meter import Meter
 
 #: Makes the observers that measure for diagnoses. They follow the watch, since some react to its events.
 MakesObservers = Callable[

@@ -190,12 +190,12 @@ class _Born(Sentences):
         "{operator} overflows in {count:count element}: the exact result is finite, up to {largest:.3g}."
     )
     FIRST = (
-        "The forward was first not finite in step {step}, in {first_place}. To find the operator, step {measured} was computed a "
-        "second time, in FP32."
+        "The first infinity or NaN was in the forward of step {step}, in {first_place}. These figures are those of step "
+        "{measured}, which was computed a second time, in FP32."
     )
     FIRST_OF_BACKWARD = (
-        "The backward was first not finite in step {step}, in {first_place}, and again at far lower loss scales. To find the "
-        "operator, step {measured} was computed a second time, in FP32."
+        "The first infinity or NaN was in the backward of step {step}, in {first_place}; at far lower loss scales there were "
+        "more. These figures are those of step {measured}, which was computed a second time, in FP32."
     )
     OF_BOUND = (
         "Its argument is {bound.given:g} in {dtype:format} there, and {bound.exact:.3g} in FP32: {bounding} ({bound_line}) is "
