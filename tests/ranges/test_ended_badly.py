@@ -674,3 +674,40 @@ def test_a_window_with_little_evidence_says_so(steps: int, compiled: bool, basis
     verdict = str(analyse(session).verdict)
     assert basis in verdict
     assert ("(by" in verdict) is bool(basis)
+
+
+# -- refused by the scaler ----------------------------------------------------------------------------------------------
+
+
+REFUSED = """
+import torch
+
+class Tower(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+model = Tower().half()
+model.body.requires_grad_(False)
+optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu")
+for _ in range(3):
+    loss = model(torch.ones(3, 4).half()).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
+
+
+def test_float16_gradients_that_a_scaler_refuses_are_named(tmp_path: Path) -> None:
+    launched.write(tmp_path, REFUSED)
+    command = (sys.executable, "-m", "mpinspect", "run", "--log-dir", "run", "train.py")
+    assert launched.run(tmp_path, command, forked=True).status == 1
+    session = Session.load(next((tmp_path / "run").glob("**/session.mpinspect")))
+    finding = next(each for each in analyse(session).findings if each.id == "gradients-refused")
+    assert finding.severity == "error"
+    assert "The gradients of 'head.weight', 'head.bias' are in FP16." in finding.message
+    assert "p.data = p.data.float()" in finding.code

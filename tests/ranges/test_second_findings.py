@@ -449,6 +449,15 @@ def test_a_scattered_sum_has_the_indices_and_the_terms_of_the_users_line():
     assert code_at(source, "index_put", record=lost) == (
         "total = total.float().index_put(\n    (target,), messages.float(), accumulate=True\n)"
     )
+    lost = replace(lost, names=("index_add", "train.py:7", "forward"))
+    source = "degree = x.new_zeros(n).index_add(0, target, x.new_ones(m))"
+    assert code_at(source, "index_add", record=lost) == (
+        "degree = x.new_zeros(n).float().index_add(\n    0, target, x.new_ones(m).float()\n)"
+    )
+    # In the code of scatter_add the line's operands have no place.
+    lost = replace(lost, names=("scatter_add", "train.py:7", "forward"))
+    code = code_at("degree = degree.scatter_add(0, target, ones)", "scatter_add", record=lost)
+    assert code == "total = total.float().index_add(\n    0, index, terms.float()\n)"
 
 
 @pytest.mark.parametrize("weights", ["float32", "float16"])

@@ -241,9 +241,8 @@ class SecondComputation:
         self._twins = Twins()
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
-        #: The operators of a forward with their lines, by the sequence number of their autograd node.
+        #: The operators of a forward with their lines, by the sequence number of their autograd node; rounded bounds by storage.
         self._makers: dict[int, tuple[str, str]] = {}
-        #: The bounds and epsilons that rounding changes, by the storages that they may have entered.
         self._bounds: Marks[Bound] = Marks()
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
@@ -515,7 +514,8 @@ class SecondComputation:
                 return
         if known is not None and operator in _AFFINE and is_of_numbers:
             exact, given = (
-                float(func(torch.tensor(each, dtype=torch.float64), *others, **kwargs)) for each in known[-2:]
+                float(func(torch.tensor(each, dtype=torch.float64, device="cpu"), *others, **kwargs))
+                for each in known[-2:]
             )
             known = known._replace(exact=exact, given=given)
         elif operator not in _CARRYING:
@@ -814,14 +814,7 @@ class SecondComputation:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
         found += [*self._flushes.casts.values(), *self._coarse.values()]
-        firsts: tuple[type[Record], ...] = (
-            BornInfinite,
-            BrokenAlike,
-            CastToFP8,
-            ChangedIntegers,
-            Positions,
-            Ties,
-        )
+        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, CastToFP8, ChangedIntegers, Positions, Ties)
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
@@ -941,7 +934,7 @@ class SecondComputation:
 
 def _rounded(number: float, dtype: torch.dtype) -> tuple[float, float, float] | None:
     """Return a number, its value in a 16-bit dtype and the nearest other one there; None unless rounding makes it a whole one."""
-    value = torch.tensor(number, dtype=dtype)
+    value = torch.tensor(number, dtype=dtype, device="cpu")
     rounded = float(value)
     if not math.isfinite(rounded) or rounded == number or rounded != round(rounded):
         return None

@@ -1,11 +1,13 @@
-"""Faults of dtypes that change in a run: a model that is converted, states that are cast when loaded, autocast regions."""
+"""Faults of dtypes: a model that is converted, states that are cast when loaded, autocast regions, refused FP16 gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
-from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import AutocastElsewhere, ParametersCast, StaleCasts, StatesCast
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled
@@ -165,16 +167,59 @@ def _autocast_elsewhere(case: Case) -> Iterator[Found]:
         )
 
 
-OF_AUTOCAST = (
-    Fault("autocast-around-updates", "error", _stale_casts, (_Stale,)),
-    Fault("autocast-for-another-device", "warning", _autocast_elsewhere, (_Elsewhere,)),
-)
+# -- gradients that a scaler refuses -----------------------------------------------------------------------------------
 
+
+class _Refused(Sentences):
+    ENDED = "GradScaler ended the run: it does not unscale FP16 gradients, whose true values FP16 may flush."
+    IN_HALF = "The gradients of {names:some 6} are in FP16."
+    TRAIN_IN_FP32 = (
+        "Cast the trained weights to FP32 before the optimizer is made; autocast casts them for each product. Frozen weights may "
+        "stay in FP16."
+    )
+    CAST_TRAINED = (
+        "# before the optimizer is made\n"
+        "for p in model.parameters():\n"
+        "    if p.requires_grad:\n"
+        "        p.data = p.data.float()"
+    )
+
+
+def _gradients_refused(case: Case) -> Iterator[Found]:
+    """A run that ended because its GradScaler was given FP16 gradients: torch refuses to unscale them.
+
+    False alarms: None is known: torch's own exception says so.
+    """
+    error = case.session.ended_by
+    if error is None or _REFUSED not in error.text:
+        return
+    given = {
+        key.name: case.infos[key].dtype for key in case.totals if key.kind == WEIGHT_GRADIENT and key in case.infos
+    }
+    half = [name for name, dtype in given.items() if dtype == FLOAT16.name]
+    yield Found(
+        (_Refused.ENDED, _Refused.IN_HALF.when(half)),
+        {"parameters": len(half), "names": half[:MOST_NAMES]},
+        {"names": half},
+        _Refused.TRAIN_IN_FP32,
+        _Refused.CAST_TRAINED,
+        layer=half[0] if half else "",
+        step=error.step,
+    )
+
+
+#: torch's words.
+_REFUSED = "Attempting to unscale FP16 gradients"
 _OF_16_BITS = (
     *("updates-lost", "masters-overwritten", "moments-cannot-decay", "moments-flushed", "weight-decay-lost"),
     "epsilon-zero",
 )
 FAULTS = (
+    Fault("gradients-refused", "error", _gradients_refused, (_Refused,), ("scaler-missing-in-float16",)),
     Fault("model-converted", "warning", _model_converted, (_Converted,), _OF_16_BITS, "warning", is_of_every_step=True),
     Fault("states-cast-by-loading", "warning", _states_cast, (_Loaded,), _OF_16_BITS, "warning", is_of_every_step=True),
+)
+OF_AUTOCAST = (
+    Fault("autocast-around-updates", "error", _stale_casts, (_Stale,)),
+    Fault("autocast-for-another-device", "warning", _autocast_elsewhere, (_Elsewhere,)),
 )

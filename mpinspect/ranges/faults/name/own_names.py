@@ -21,7 +21,7 @@ _SIGNS: Mapping[str, type[ast.operator]] = {
 #: Torch's names of operators, by the methods that code calls under another name.
 _OPERATORS = {"norm": ("linalg_vector_norm",), "square": ("pow",), "matmul": ("mm", "bmm", "mv", "dot")}
 #: The operands of methods with several tensors, by their names in the code of findings.
-_SEVERAL = {"index_put": ("total", "index", "terms")}
+_SEVERAL = {"index_put": ("total", "index", "terms"), "index_add": ("total", "", "index", "terms")}
 #: Other names for operands whose expressions use the names a, b or x themselves.
 _OTHERS = {"a": "left", "b": "right", "x": "value"}
 #: Modules whose functions take the tensor as their first argument.
@@ -62,7 +62,8 @@ def with_own_names(code: str, source: str, operator: str) -> str:
     if len(uses) != 1 or not _RESULT.search(code):
         return code
     (use,) = uses
-    if any(_NARROWS.search(ast.unparse(each)) for each in use.operands.values()):
+    is_elsewhere = not all(re.search(rf"\b{name}\b", code) for name in use.operands)
+    if is_elsewhere or any(_NARROWS.search(ast.unparse(each)) for each in use.operands.values()):
         return code
     code = re.sub(r"\.\w+\([^()]*\)$", lambda found: use.call or found[0], code, count=1, flags=re.MULTILINE)
     return _with_result(_with_operands(code, source, use), source, statement, use)
@@ -85,7 +86,8 @@ def _used(node: ast.AST, operator: str) -> Iterator[_Use]:
     if len(given) < len(names) or any(isinstance(each, ast.Starred) for each in given):
         return
     more = [*map(ast.unparse, given[1:]), *(ast.unparse(each) for each in node.keywords)]
-    yield _Use(node, dict(zip(names, given, strict=False)), f".{method}({', '.join(more)})" * (names == ("x",)))
+    operands = {name: each for name, each in zip(names, given, strict=False) if name}
+    yield _Use(node, operands, f".{method}({', '.join(more)})" * (names == ("x",)))
 
 
 def _with_operands(code: str, source: str, use: _Use) -> str:

@@ -255,7 +255,7 @@ class _Flushed(Sentences):
         "Save and load the optimizer's states in FP32. From a checkpoint that has lost them, begin with a new optimizer and a "
         "warm-up."
     )
-    SAVE = 'checkpoint["optimizer"] = (\n    optimizer.state_dict()  # not .half()\n)'
+    SAVE = '# as it is, without .half()\nstates = optimizer.state_dict()\ncheckpoint["optimizer"] = states'
 
 
 def moments_flushed(case: Case) -> Iterator[Found]:
