@@ -236,8 +236,8 @@ export class Shares {
     const curves = [key("flushes", `flushed, ${of}`, "share of the non-zero elements that round to zero"),
       key("weighs", "flushed, by magnitude", "share of the sum of their magnitudes, estimated: small elements are many and weigh little"),
       key("overflows", "overflowed", "share of the non-zero elements beyond the format's largest value")];
-    const window = safe && key("window", `safe window ${power(safe[0])} .. ${power(safe[1])}`, "loss scales at which nothing overflows, and at most 1% of the sum of magnitudes is flushed in every layer");
-    const own = this.isOwnApart ? [key("own", `the run's scale, ${data.collapsed ? "before it collapsed" : "as last sampled"}, ${power(data.own)}`)] : [];
+    const window = safe && key("window", `safe window ${power(safe[0])} .. ${power(safe[1])}, by magnitude`, "loss scales at which nothing overflows, and at most 1% of the sum of magnitudes is flushed in every layer");
+    const own = this.isOwnApart ? [key("own", `${data.collapsed ? "scale before it collapsed" : "last sampled scale"}, ${power(data.own)}`, "the run's loss scale")] : [];
     return [...curves, window ?? entry(none), ...own];
   }
 }
