@@ -935,7 +935,7 @@ def test_settings_that_differ_are_the_change_of_the_one_broken_run_unless_they_a
     wild = replace(wild, info=replace(wild.info, max_overhead=0.5))
     for runs, name, words in (
         ((tame, wild), "B", "Settings that differ: optimizer lr 0.01 -> 30. Undo this first. B: step 5, forward"),
-        ((wild, tame), "A", "Settings that differ: optimizer lr 30 -> 0.01. Take these of B first. A: step 5, forward"),
+        ((wild, tame), "A", "Settings that differ: optimizer lr 30 -> 0.01. Take this of B first. A: step 5, forward"),
     ):
         report = diff(*runs)
         for suffix in (".txt", ".md", ".html"):
@@ -945,6 +945,9 @@ def test_settings_that_differ_are_the_change_of_the_one_broken_run_unless_they_a
         # It stays with the findings of B.
         assert (change in " ".join(render(report, ".txt").split())) is (name == "B")
         assert "optimizer lr: " not in part(render(report, ".html"), "section", "panel")
+    several = ran(wild, optimizers=(replace(with_rate(30), settings={"lr": 30, "momentum": 0.9}),))
+    said = " ".join(render(diff(tame, several), ".txt").split())
+    assert "differ: optimizer lr 0.01 -> 30, optimizer momentum - -> 0.9. Undo these first. B: " in said
     # A run in other dtypes is meant to have them.
     wide = ran(tame, autocast=("bfloat16",))
     said = " ".join(render(diff(wide, wild), ".txt").split())

@@ -123,7 +123,8 @@ def _settings_of_broken(diff: RangeDiff) -> str:
     shown = ", ".join(change.words for change in may_break[:_IN_HEADLINE])
     first = ""
     if _undoes(diff):
-        first = f" {'Undo this' if name == 'B' else 'Take these of B'} first."
+        those = by_number(len(may_break), "this", "these")
+        first = f" Undo {those} first." if name == "B" else f" Take {those} of B first."
     return f"Settings that differ: {shown}{and_more(len(may_break) - _IN_HEADLINE)}.{first}"
 
 
