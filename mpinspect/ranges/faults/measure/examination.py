@@ -398,10 +398,13 @@ class Examination(Measuring):
 
     @torch.no_grad()
     def _weight_norms(self, most_rows: float = math.inf, fewest_dims: int = 2) -> Sent:
-        """Return the norms of the weights of that many dimensions, or of evenly spread rows of each, in FP32 or FP64."""
-        watched = [
-            each for each in self._parameters if is_plain(each.parameter) and each.parameter.dim() >= fewest_dims
-        ]
+        """Return the norms of the weights of that many dimensions, or of evenly spread rows of each, in FP32 or FP64.
+
+        Frozen ones need two dimensions: one of a single dimension may be a mask of -inf.
+        """
+        plain = (each for each in self._parameters if is_plain(each.parameter))
+        least = {True: fewest_dims, False: 2}
+        watched = [each for each in plain if each.parameter.dim() >= least[each.parameter.requires_grad]]
         return Sent.of(((each.name, _spread_rows(each.parameter, most_rows)) for each in watched), norms)
 
     def _compare_rows(self, step: int, rows: Sent) -> None:
