@@ -1,7 +1,5 @@
 """Trains on the stand-in device, in a separate process; prints each check's name and whether it held or why it failed."""
 
-from __future__ import annotations
-
 import math
 import sys
 import traceback
@@ -12,6 +10,7 @@ from typing import Any
 import stand_in_device
 import torch
 from torch import nn
+from trainings import take_step
 
 from mpinspect import Inspector, MixedPrecision, count_exponents
 from mpinspect.ranges.kinds import KINDS
@@ -37,9 +36,7 @@ def plain() -> tuple[nn.Module, Step]:
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(x).square().mean())
 
     return model, step
 
@@ -49,9 +46,7 @@ def saturated() -> tuple[nn.Module, Step]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def step() -> None:
-        optimizer.zero_grad()
-        (model(x) + 40).sigmoid().mean().backward()
-        optimizer.step()
+        take_step(optimizer, (model(x) + 40).sigmoid().mean())
 
     return model, step
 
@@ -62,12 +57,9 @@ def scaled() -> tuple[nn.Module, Step]:
     scaler = torch.amp.GradScaler(stand_in_device.NAME, init_scale=2.0**10)
 
     def step() -> None:
-        optimizer.zero_grad()
         with torch.autocast(stand_in_device.NAME, dtype=torch.float16):
             loss = model(x).float().square().mean()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(optimizer, loss, scaler)
 
     return model, step
 
@@ -141,9 +133,7 @@ def states_in_half() -> tuple[nn.Module, Step]:
     optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
 
     def step() -> None:
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(x).square().mean())
         with torch.no_grad():
             head.weight.copy_(head.weight.bfloat16())
 
@@ -162,9 +152,7 @@ def adversarial() -> tuple[nn.Module, Step]:
 
     def step() -> None:
         for optimizer, sign in zip(optimizers, (-1.0, 1.0), strict=True):
-            optimizer.zero_grad()
-            (sign * critic(generator(x)).mean()).backward()
-            optimizer.step()
+            take_step(optimizer, sign * critic(generator(x)).mean())
 
     return both, step
 
@@ -280,9 +268,7 @@ def culprits_are_the_cpus() -> None:
             else:
                 model[2].register_forward_hook(_spoil_gradient)
             with Inspector(model) as inspector:
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
+                take_step(optimizer, model(x).square().mean())
             event = inspector.session().events[0]
             events.append((event.step, event.phase, event.module, event.what))
         assert events[0] == events[1], events
@@ -308,9 +294,7 @@ def a_model_that_moves() -> None:
         optimizer, x = torch.optim.SGD(model.parameters(), lr=0.01), batch()
         for _ in range(6):
             DEVICE.forget()
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(x).square().mean())
             assert DEVICE.waits() == {}, DEVICE.waits()
     assert inspector.session().progress.steps == 6
 

@@ -1,13 +1,12 @@
 """Watches a training in this process, as ``mpinspect run`` watches a script's."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from trainings import take_step
 
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Recordings, Seen
@@ -64,6 +63,4 @@ def _replaced() -> tuple[object, ...]:
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, width: int = 4) -> None:
     """Train a few steps on noise."""
     for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(5, width)).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, model(torch.randn(5, width)).square().mean())

@@ -52,17 +52,6 @@ class Words(torch.nn.Module):
     def forward(self, input_ids, attention_mask=None):
         return self.embedding(input_ids) @ self.embedding.weight.t()
 
-class Masked(torch.nn.Module):
-    # As Transformers do: a mask of ones is not used at all.
-    def __init__(self):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(100, 64)
-        self.fc = torch.nn.Linear(64, 64)
-
-    def forward(self, input_ids, attention_mask):
-        hidden = self.embedding(input_ids)
-        return self.fc(hidden) if attention_mask.all() and int(input_ids.max()) < 100 else hidden
-
 class Stops(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -280,20 +269,6 @@ def test_named_inputs_reach_the_forward(models, capsys):
     assert document["matmuls"][0]["n"] == 100
 
 
-def masked(*argv):
-    inputs = ("--input", "input_ids=int64:8,128", "--input", "attention_mask=8,128")
-    return run("shape_lint_models:Masked", *inputs, "--dtype", "bfloat16", "--gpu", "hopper", *argv)
-
-
-def test_a_model_that_reads_its_mask_is_recorded_on_the_meta_device(models, capsys):
-    assert masked("--json", "--fail-on", "error") == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["device"], document["complete"], document["notes"]) == ("meta", True, [])
-    assert [(row["module"], row["role"]) for row in document["matmuls"]] == [
-        ("fc", "forward"), ("fc", "dgrad"), ("fc", "wgrad"),
-    ]  # fmt: skip
-
-
 # -- recordings that stopped ----------------------------------------------------------------------------------------
 
 
@@ -423,15 +398,9 @@ def test_a_baseline_for_another_gpu_or_dtype_is_reported(models, capsys):
             '{"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": {}}',
             "findings is an object, not an array",
         ),
-        (
-            '{"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": ""}',
-            "findings is '', not an array",
-        ),
         (None, "there is no baseline"),
         ("", "can't be read"),
         ("[1]", "is no baseline"),
-        ('{"schema": "mpinspect.report"}', "is no baseline"),
-        ('{"schema": "mpinspect.shapes.baseline", "schema_version": 9}', "another version"),
         ('{"schema": "mpinspect.shapes.baseline", "schema_version": 1}', "damaged"),
         ('{"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": [3]}', "damaged"),
     ],

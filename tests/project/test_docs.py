@@ -155,8 +155,8 @@ def test_the_picture_shows_the_run_that_the_readme_quotes():
 @pytest.mark.parametrize("page", PAGES, ids=identity)
 def test_the_code_of_a_page_compiles(page):
     for first, _, code in blocks(page):
-        # Some of it belongs in a training's loop.
-        compile(f"while True:\n{indent(code, ' ')}\n pass", f"{page.name}:{first}", "exec")
+        # Some of it belongs in a training's loop or in a forward.
+        compile(f"def forward():\n while True:\n{indent(code, '  ')}\n  pass", f"{page.name}:{first}", "exec")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)

@@ -1414,7 +1414,7 @@ def test_each_fault_is_reported_with_its_module_and_step(id, module, step, loop)
     assert finding.layer.startswith(module)
     assert step is None or finding.step == step
     assert report.verdict.healthy is False
-    compile(f"for batch, target in loader:\n    pass\n{indent(finding.code, '    ')}", "fix", "exec")
+    compile(f"def run():\n  for batch, target in loader:\n    pass\n{indent(finding.code, '    ')}", "fix", "exec")
 
 
 @pytest.mark.parametrize(("id", "module", "step", "loop"), CASES, ids=ids)

@@ -20,7 +20,8 @@ from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.first_line import gravest
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.records import LeftOver
-from mpinspect.ranges.session import Precision, TensorInfo, TensorKey
+from mpinspect.ranges.report.comparison import headline
+from mpinspect.ranges.session import OptimizerRecord, Precision, Session, TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
 from mpinspect.reporting.finding import SEVERITIES_EXPLAINED
@@ -842,18 +843,44 @@ def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():
         assert f"Change in {name}: {change}" in panel
         assert f"Change in {name}: " in render(report, ".txt")
         assert ("B has no such finding. Settings that differ: none that was recorded." in panel) is (name == "A")
-    other = replace(healthy, precision=replace(healthy.precision, autocast=("bfloat16",)))
-    named = part(render(diff(broken(), other), ".html"), "section", "panel")
-    settings = [change.name for change in diff(broken(), other).models[0].ranges.settings]
-    assert settings
-    assert f"B has no such finding. Settings that differ: {', '.join(settings)}." in named
-    turned = part(render(diff(other, broken()), ".html"), "section", "panel")
-    assert f"A has no such finding. Settings that differ: {', '.join(settings)}." in turned
     alike = diff(broken(), broken())
     assert "Neither is healthy" in part(render(alike, ".html"), "header", "bar")
     panel = " ".join(part(render(alike, ".html"), "section", "panel").split())
     assert "Neither is healthy, in the same way: step 5, " in panel
     assert "Change in" not in render(diff(healthy, healthy), ".html")
+
+
+def test_settings_that_differ_are_the_change_of_the_one_broken_run_unless_they_are_its_precision():
+    def with_rate(lr: float) -> OptimizerRecord:
+        return OptimizerRecord("SGD", {"lr": lr}, {})
+
+    def ran(session: Session, **precision: Any) -> Session:
+        return replace(session, precision=replace(session.precision, **precision))
+
+    healthy, change = replace(broken(nan_from=99), events=()), analyse(broken()).verdict.change
+    tame, wild = ran(healthy, optimizers=(with_rate(0.01),)), ran(broken(), optimizers=(with_rate(30),))
+    # The capture's own settings break no run.
+    wild = replace(wild, info=replace(wild.info, max_overhead=0.5))
+    for runs, name, words in (
+        ((tame, wild), "B", "Settings that differ: optimizer lr 0.01 -> 30. Undo this first. B: step 5, forward"),
+        ((wild, tame), "A", "Settings that differ: optimizer lr 30 -> 0.01. Take these of B first. A: step 5, forward"),
+    ):
+        report = diff(*runs)
+        for suffix in (".txt", ".md", ".html"):
+            said = " ".join(re.sub("<[^>]*>", "", markup.unescape(render(report, suffix))).replace("\\", "").split())
+            assert f"{name} alone is not healthy. {words}" in said, suffix
+            assert "Change in" not in said
+        # It stays with the findings of B.
+        assert (change in " ".join(render(report, ".txt").split())) is (name == "B")
+        assert "optimizer lr: " not in part(render(report, ".html"), "section", "panel")
+    # A run in other dtypes is meant to have them.
+    wide = ran(tame, autocast=("bfloat16",))
+    said = " ".join(render(diff(wide, wild), ".txt").split())
+    assert "differ: computes in BF16 -> FP16, autocast BF16 -> FP16, optimizer lr 0.01 -> 30. B: step 5" in said
+    assert f"Change in B: {change}" in said
+    assert "Settings that differ: " not in headline(
+        diff(tame, ran(healthy, optimizers=(with_rate(30),))).models[0].ranges
+    )
 
 
 def test_the_culprit_of_the_one_broken_run_is_marked_in_a_comparison(browser: Any, tmp_path: Path) -> None:  # noqa: F811

@@ -1,7 +1,5 @@
 """mpinspect on an asynchronous device: a stand-in that counts blocking copies, and a GPU where there is one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -13,6 +11,7 @@ import pytest
 import stand_in_device
 import torch
 from torch import nn
+from trainings import inspected, take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.kinds import KINDS
@@ -71,12 +70,9 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 8, *
         for step in range(steps):
             torch.manual_seed(step)
             x, y = torch.randn(32, 64, device="cuda"), torch.randint(10, (32,), device="cuda")
-            optimizer.zero_grad()
             with torch.autocast("cuda", torch.float16):
                 loss = nn.functional.cross_entropy(model(x), y)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            take_step(optimizer, loss, scaler)
     return inspector.session()
 
 
@@ -113,9 +109,7 @@ def test_a_model_that_moves_to_the_gpu_after_attaching() -> None:
     with Inspector(model, optimizers=optimizer) as inspector:
         model.cuda()
         for _ in range(6):
-            optimizer.zero_grad()
-            model(torch.randn(32, 64, device="cuda")).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.randn(32, 64, device="cuda")).square().mean())
     _assert_complete(inspector.session(), steps=6)
 
 
@@ -144,13 +138,7 @@ def test_sharded_parameters(nccl: None) -> None:
     model = _model().cuda()
     for module in (model[0], model[2], model):
         fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for _ in range(8):
-            optimizer.zero_grad()
-            model(torch.randn(32, 64, device="cuda")).float().square().mean().backward()
-            optimizer.step()
-    session = inspector.session()
+    session = inspected(model, lambda _: model(torch.randn(32, 64, device="cuda")).float().square().mean(), 8).session()
     assert session.notes == ()
     assert len([total for total in session.totals().values() if total.samples == 8]) >= 6
 
@@ -174,9 +162,7 @@ def test_workers_of_a_data_loader_are_forked_while_the_gpu_is_in_use() -> None:
     with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(2):
             for (x,) in DataLoader(TensorDataset(torch.randn(64, 64)), 16, num_workers=2):
-                optimizer.zero_grad()
-                model(x.cuda()).square().mean().backward()
-                optimizer.step()
+                take_step(optimizer, model(x.cuda()).square().mean())
     _assert_complete(inspector.session())
 
 

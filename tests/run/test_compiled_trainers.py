@@ -1,7 +1,5 @@
 """Loops modelled on public trainers: compiled or not, their precision, verdict and advice are correct and equal."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from trainings import take_step
 from watched_training import watched
 
 from mpinspect.ranges.analyse import analyse
@@ -361,9 +360,7 @@ def trained(folder: Path, model: Small, call: Any, precision: str = "fp32", **op
         for _ in range(4):
             with autocast(precision):
                 loss = call(torch.randn(5, 8)).float().square().mean() * 1e-6
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, loss)
     assert len(run.parts.models) == 1
     return analyse(run.parts.models[0].session)
 

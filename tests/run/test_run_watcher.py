@@ -1,7 +1,5 @@
 """``mpinspect run``'s watcher: it finds models in unmodified trainings, and leaves the trainings unchanged."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -14,6 +12,7 @@ import pytest
 import torch
 from agreeing_reports import analyse
 from torch import nn
+from trainings import take_step
 from watched_training import train, watched
 
 import mpinspect
@@ -89,12 +88,8 @@ def test_a_gan_has_an_inspector_for_each_network(tmp_path):
         optimizers = [torch.optim.Adam(network.parameters()) for network in (generator, discriminator)]
         for _ in range(4):
             fake = generator(torch.randn(5, 3))
-            optimizers[1].zero_grad()
-            (discriminator(fake.detach()).mean() - discriminator(torch.randn(5, 2)).mean()).backward()
-            optimizers[1].step()
-            optimizers[0].zero_grad()
-            discriminator(fake).mean().backward()
-            optimizers[0].step()
+            take_step(optimizers[1], discriminator(fake.detach()).mean() - discriminator(torch.randn(5, 2)).mean())
+            take_step(optimizers[0], discriminator(fake).mean())
     assert run.names == ["Generator", "Discriminator"]
     # The generator's last backward passes through the discriminator after its last step, and is not counted as a step.
     assert [run.steps(0), run.steps(1)] == [4, 4]
@@ -139,9 +134,7 @@ def test_the_first_event_is_printed_at_once(tmp_path):
             output = model(torch.randn(5, 4))
             if step >= 2:
                 output.register_hook(lambda gradient: gradient * float("inf"))
-            output.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, output.square().mean())
         said = list(run.said)
     assert len(said) == 1
     assert said[0].startswith("step 2, backward, ")
@@ -165,9 +158,7 @@ def test_parameters_of_no_module(tmp_path):
         weights = [torch.randn(4, 3, requires_grad=True), torch.randn(3, requires_grad=True)]
         optimizer = torch.optim.SGD(weights, lr=0.1)
         for _ in range(3):
-            (torch.randn(5, 4) @ weights[0] + weights[1]).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, (torch.randn(5, 4) @ weights[0] + weights[1]).square().mean())
     assert (run.names, run.gradients(), run.steps()) == (["Parameters"], {"0", "1"}, 3)
     assert not any("compile" in note for note in run.parts.models[0].session.notes)
 
@@ -723,11 +714,9 @@ def test_the_step_whose_shapes_are_recorded_is_bit_identical_whatever_the_activa
         model = nn.Sequential(nn.Linear(8, 64), getattr(nn, name)(), nn.Linear(64, 5))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(4):
-            optimizer.zero_grad()
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
                 loss = model(torch.randn(32, 8)).square().mean()
-            loss.backward()
-            optimizer.step()
+            take_step(optimizer, loss)
         return list(model.state_dict().values())
 
     alone = training()

@@ -16,6 +16,9 @@ Record = TypeVar("Record")
 Settings = dict[str, str]
 #: Settings that a run shows only once its steps reach them; older files name no devices.
 _SEEN_LATER = ("devices", "gradients", "outputs", "loss", " states")
+_OF_PRECISION = {"computes in", "weights", "gradients", "autocast", "outputs", "loss"}
+#: No value of these breaks a training; a model is named by its class.
+_OF_CAPTURE = {"captured", "every", "watch", "max_overhead", "steps", "model", "mpinspect"}
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,21 @@ class Change:
     name: str
     first: str
     second: str
+
+    @property
+    def words(self) -> str:
+        """Its name with both values."""
+        return f"{self.name} {self.first} -> {self.second}"
+
+    @property
+    def is_of_precision(self) -> bool:
+        """Whether it is a dtype of the training."""
+        return self.name in _OF_PRECISION
+
+    @property
+    def may_break(self) -> bool:
+        """Whether it is a setting of the training, not of its capture."""
+        return self.name not in _OF_CAPTURE
 
 
 def changed_settings(first: Session, second: Session) -> Iterator[Change]:

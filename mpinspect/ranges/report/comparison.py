@@ -49,6 +49,8 @@ from mpinspect.reporting.words import (
 ROWS = Limit(8, 100, "more that moved less (--all, JSON)", "more that moved less; JSON has all")
 #: Settings on the front of a page.
 BESIDE = Limit(8, 12)
+#: Settings with their values in a headline.
+_IN_HEADLINE = 3
 SETTINGS, _NAMES, _GONE = Limit(20, 100), Limit(12, 50), Limit(5, 20)
 
 _LAYERS = (
@@ -72,7 +74,7 @@ _FAR = 0.1
 
 
 def headline(diff: RangeDiff) -> str:
-    """Return in one or two sentences which run is not healthy, and whether and where the runs part."""
+    """Return in a few sentences which run is not healthy, its settings that differ, and whether and where the runs part."""
     said = trouble(diff)
     events = [event for event in map(what_broke, (diff.first, diff.second)) if said and event is not None]
     if (
@@ -82,6 +84,8 @@ def headline(diff: RangeDiff) -> str:
     ):
         # A run that broke moves all its ranges.
         return said
+    if not said and (settings := _settings_of_broken(diff)):
+        said = f"{_broken_alone(diff)} alone is not healthy. {settings}"
     return f"{said} {_parting(diff)}".lstrip()
 
 
@@ -99,7 +103,37 @@ def trouble(diff: RangeDiff) -> str:
         return f"Neither is healthy, in the same way: {other}."
     if one and other:
         return f"Neither is healthy. A: {one}; B: {other}."
-    return f"{'A' if one else 'B'} alone is not healthy: {one or other}."
+    name = "A" if one else "B"
+    settings = _settings_of_broken(diff)
+    said = f"{name} alone is not healthy"
+    return f"{said}. {settings} {name}: {one or other}." if settings else f"{said}: {one or other}."
+
+
+def _broken_alone(diff: RangeDiff) -> str:
+    """Return which run alone is not healthy, "A" or "B"; "" if neither is or both are."""
+    broken = [name for name, run in (("A", diff.first), ("B", diff.second)) if run.verdict.healthy is False]
+    return broken[0] if len(broken) == 1 else ""
+
+
+def _settings_of_broken(diff: RangeDiff) -> str:
+    """Return the settings that differ with their values and the advice to go back; "" unless one run alone is broken."""
+    name, may_break = _broken_alone(diff), [change for change in diff.settings if change.may_break]
+    if not name or not may_break:
+        return ""
+    shown = ", ".join(change.words for change in may_break[:_IN_HEADLINE])
+    first = ""
+    if _undoes(diff):
+        first = f" {'Undo this' if name == 'B' else 'Take these of B'} first."
+    return f"Settings that differ: {shown}{and_more(len(may_break) - _IN_HEADLINE)}.{first}"
+
+
+def _undoes(diff: RangeDiff) -> bool:
+    """Return whether the broken run needs the other's settings, not the change of its finding.
+
+    A run that differs in its dtypes is usually meant to have them, so its finding's change makes it work with them.
+    """
+    may_break = [change for change in diff.settings if change.may_break]
+    return bool(_broken_alone(diff) and may_break) and not any(change.is_of_precision for change in may_break)
 
 
 def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
@@ -112,7 +146,7 @@ def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
 
 
 def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
-    """Yield the change that the broken run needs, B's if both are broken; if one alone is, first the settings that differ.
+    """Yield what is wrong in the broken run, B if both are broken, and its change unless the settings that differ are it.
 
     A warning of both runs is no difference, so it has no change here.
 
@@ -120,21 +154,20 @@ def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
         above: the headline, whose sentences are not repeated.
     """
     first, second = diff.first.verdict, diff.second.verdict
-    names = ", ".join(change.name for change in diff.settings)
     if second.healthy is False and (trouble(diff) or any(finding.is_alarm for finding in diff.new)):
-        if names and first.healthy is not False:
-            yield Line(f"A has no such finding. Settings that differ: {names}.")
-        yield from _change(second, "B", above)
+        yield from _change(diff, second, "B", above)
     elif first.healthy is False and second.healthy is not False:
-        yield Line(f"B has no such finding. Settings that differ: {names or 'none that was recorded'}.")
-        yield from _change(first, "A", above)
+        if not _settings_of_broken(diff):
+            yield Line("B has no such finding. Settings that differ: none that was recorded.")
+        yield from _change(diff, first, "A", above)
 
 
-def _change(verdict: Verdict, name: str, above: str) -> Iterator[Block]:
+def _change(diff: RangeDiff, verdict: Verdict, name: str, above: str) -> Iterator[Block]:
     for sentence in verdict.sentences:
         if sentence.partition(": ")[2].rstrip(".") not in above:
             yield Line(f"{name}: {sentence}", "lead")
-    yield from change_blocks(verdict, f" in {name}")
+    if not _undoes(diff):
+        yield from change_blocks(verdict, f" in {name}")
 
 
 def _parting(diff: RangeDiff) -> str:

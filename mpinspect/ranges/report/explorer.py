@@ -24,7 +24,7 @@ from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_of, log2_recommended, repeated, seen_layers
 from mpinspect.ranges.report.opening import Opening, blocks_of, never_zeroed, opening, power_of
 from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
-from mpinspect.ranges.session import Event, Window
+from mpinspect.ranges.session import Event, ScaleChange, Session, Window
 from mpinspect.reporting.document import Tone, Widget
 from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.streams import printable
@@ -151,7 +151,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         "narrow_weights": bool({FLOAT16.name, BFLOAT16.name} & set(report.session.precision.weights)),
         "steps": progress.steps,
         "skipped": progress.skipped_steps,
-        "scales": [(change.step, log2_of(change.scale)) for change in report.session.scale_history()],
+        "scales": [(change.step, log2_of(change.scale)) for change in _scales(report.session)],
         "held": list(_held(report)),
         "events": [_event(event) for event in report.session.events],
         "places": list(_places(report.session.events)),
@@ -173,6 +173,12 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         "notes": _notes(notes),
         "changes": [(kind, printable(tensor), *figures) for kind, tensor, *figures in changes],
     }
+
+
+def _scales(session: Session) -> tuple[ScaleChange, ...]:
+    """Return the changes of the loss scale with the one that follows from the last skipped step."""
+    fall = session.last_fall()
+    return (*session.scale_history(), *((fall,) if fall is not None else ()))
 
 
 def _opening(report: RangeReport, first: Opening) -> dict[str, Any]:

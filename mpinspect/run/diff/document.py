@@ -81,8 +81,8 @@ def _front(report: DiffReport) -> Front:
     state, tone = _state(models[0].ranges)
     paths = [PurePath(side.path).name for side in (report.first, report.second)]
     changes = dict.fromkeys(change for model in models for change in model.ranges.settings)
-    settings = (Item(f"{change.name}: {change.first} -> {change.second}") for change in changes)
     words = verdict(report)
+    settings = (Item(change.words) for change in changes if change.words not in words)
     # A finding's whole message is too long for a headline.
     in_short: Tone = "lead" if len(words) > _LONGEST else tone
     beside: tuple[Block, ...] = (

@@ -149,11 +149,7 @@ class BesideScaler(Measuring):
         if (
             is_plain(gradient)
             and not storage.expired()
-            and (storage.cdata, version)
-            == (
-                storage_key(gradient),
-                gradient._version,
-            )
+            and (storage.cdata, version) == (storage_key(gradient), gradient._version)
         ):
             line = innermost_line(sys._getframe())
             self._record(records.SteppedBesideScaler(name=watched.name, step=step, text=line, skipped=skipped))

@@ -814,14 +814,7 @@ class SecondComputation:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
         found += [*self._flushes.casts.values(), *self._coarse.values()]
-        firsts: tuple[type[Record], ...] = (
-            BornInfinite,
-            BrokenAlike,
-            CastToFP8,
-            ChangedIntegers,
-            Positions,
-            Ties,
-        )
+        firsts: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, CastToFP8, ChangedIntegers, Positions, Ties)
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._found[BrokenAlike].sort(key=lambda each: not getattr(each, "from_finite", False))
         for kind in firsts:
