@@ -356,8 +356,10 @@ class Examination(Measuring):
         modules = {layer.path: layer.module for layer in self._layers if isinstance(layer.module, _PRODUCTS)}
         for event in events:
             name = f"{event.module}.weight".lstrip(".")
-            is_first = (event.phase, event.value, event.tensor) == ("forward", "nan", event.module) and not event.given
-            if is_first and event.module in modules and name in self._zero:
+            is_first = (event.phase, event.value, event.tensor) == ("forward", "nan", event.module)
+            # Whether the whole input was read, and fits FP16, stands in the explanation alone.
+            is_alone = is_first and event.explanation.endswith("its input was finite")
+            if is_alone and event.module in modules and name in self._zero:
                 rows = len(modules[event.module].weight)
                 whole = Rows(tuple(range(min(rows, MOST_ROWS))), rows, rows)
                 self._tell_examined(ExaminedZeroRow, event.step, rows, whole, name, event.module)
