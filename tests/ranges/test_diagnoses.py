@@ -2097,6 +2097,29 @@ def test_the_output_of_a_model_whose_update_broke_it_is_not_the_batch_of_another
     assert "batch-not-finite" not in {finding.id for finding in inspector.report().findings}
 
 
+@pytest.mark.parametrize("is_inspected", [True, False])
+def test_a_loss_that_another_models_weights_break_is_not_this_models(is_inspected):
+    maker, judge = mlp(), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(maker.parameters(), lr=0.01)
+    other = Inspector(judge)
+    if is_inspected:
+        other.attach()
+    with Inspector(maker, optimizers=optimizer) as inspector:
+        for step, (x, _) in enumerate(batches(8)):
+            optimizer.zero_grad()
+            judge(maker(x)).square().mean().backward()
+            if step < 3:
+                optimizer.step()
+            else:
+                judge.bias.data[0] = math.nan
+    other.detach()
+    found = named(inspector.report(), "weights-broken-elsewhere")[0]
+    # The step without an update goes on with the next backward.
+    assert (found.severity, found.step) == ("warning", 3)
+    assert ("Linear" if is_inspected else "not inspected") in found.message
+    assert {each.id for each in inspector.report().findings if each.severity != "info"} == {found.id}
+
+
 @pytest.mark.parametrize("precision", ["bf16-master", "fp16-master"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_training_with_mixed_precision_has_no_finding(precision, micro_batches):

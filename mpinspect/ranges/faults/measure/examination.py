@@ -36,6 +36,7 @@ from mpinspect.ranges.faults.measure.singularities import (
 from mpinspect.ranges.faults.measure.twins import reference, storage_key
 from mpinspect.ranges.kinds import ACTIVATION
 from mpinspect.ranges.records import (
+    BrokenElsewhere,
     BrokenLoss,
     BrokenWeights,
     Examined,
@@ -223,6 +224,10 @@ class Examination(Measuring):
             # Non-finite weights explain every later infinity or NaN, so the examination ends.
             self._examined = _MOST_EXAMINED
             return
+        if elsewhere := self._broken_elsewhere(starts):
+            self._record(elsewhere)
+            self._examined = _MOST_EXAMINED
+            return
         batch = self._batch_not_finite()
         if batch is not None:
             self._tell_examined(ExaminedBatch, step, int(batch.sum()), Rows.where(batch))
@@ -299,6 +304,18 @@ class Examination(Measuring):
         made = operations(starts, self._ends, self._products)
         dtype = optional(made.dtype, dtype_name, "")
         self._record(BrokenLoss(step=self._clock.step, names=made.names, text=dtype, in_half=made.in_half))
+
+    def _broken_elsewhere(self, starts: Sequence[object]) -> BrokenElsewhere | None:
+        """Return the record of a loss's graph that leads to infinities or NaNs in weights of another model; None without any."""
+        own = {id(each.parameter) for each in self._parameters}
+        used = (getattr(node, "variable", None) for node in graph(starts, _MOST_NODES))
+        others = (each for each in used if is_plain(each) and id(each) not in own)
+        broken = {id(each) for each in others if not bool(each.isfinite().all())}
+        if not broken:
+            return None
+        named = [(each, [one.name for one in each._parameters if id(one.parameter) in broken]) for each in self._all]
+        model, names = next(((each._recording.info.model, names) for each, names in named if names), ("", []))
+        return BrokenElsewhere(step=self._clock.step, names=tuple(names), text=model or "")
 
     def _batch_not_finite(self) -> torch.Tensor | None:
         """Return where the first non-finite input of the model is not finite; None if all (that still exist) are finite.
