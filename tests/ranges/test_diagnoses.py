@@ -1,5 +1,6 @@
 """Runs each diagnosis on a training loop with its fault and on the same loop without it."""
 
+import contextlib
 import copy
 import functools
 import math
@@ -2101,10 +2102,8 @@ def test_the_output_of_a_model_whose_update_broke_it_is_not_the_batch_of_another
 def test_a_loss_that_another_models_weights_break_is_not_this_models(is_inspected):
     maker, judge = mlp(), nn.Linear(4, 1)
     optimizer = torch.optim.SGD(maker.parameters(), lr=0.01)
-    other = Inspector(judge)
-    if is_inspected:
-        other.attach()
-    with Inspector(maker, optimizers=optimizer) as inspector:
+    other = Inspector(judge) if is_inspected else contextlib.nullcontext()
+    with other, Inspector(maker, optimizers=optimizer) as inspector:
         for step, (x, _) in enumerate(batches(8)):
             optimizer.zero_grad()
             judge(maker(x)).square().mean().backward()
@@ -2112,7 +2111,6 @@ def test_a_loss_that_another_models_weights_break_is_not_this_models(is_inspecte
                 optimizer.step()
             else:
                 judge.bias.data[0] = math.nan
-    other.detach()
     found = named(inspector.report(), "weights-broken-elsewhere")[0]
     # The step without an update goes on with the next backward.
     assert (found.severity, found.step) == ("warning", 3)
