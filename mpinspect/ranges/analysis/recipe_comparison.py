@@ -239,16 +239,15 @@ class RecipeReport(RendersItself):
         kept = {*self.unserved(recipe), *self.unsuited(recipe)}
         return tuple(path for path in self.experts if path not in kept)
 
+    def covered(self, recipe: TrainingRecipe) -> int:
+        """Return the number of Linear layers and experts that torchao converts and whose tokens the kernels take."""
+        return self.runnable(recipe) + len(self.converted_experts(recipe))
+
     @property
     def advised_for_experts(self) -> TrainingRecipe | None:
         """The recipe of torchao that converts the most Linear layers and experts; None if none converts experts."""
         usable = [recipe for recipe in self.recipes if self.converted_experts(recipe)]
-
-        def order(recipe: TrainingRecipe) -> tuple[int, float]:
-            number = self.runnable(recipe) + len(self.converted_experts(recipe))
-            return number, -float(recipe.compute_capability)
-
-        return max(usable, key=order, default=None)
+        return max(usable, key=lambda each: (self.covered(each), -float(each.compute_capability)), default=None)
 
     def expert_code(self, recipe: TrainingRecipe) -> tuple[str, ...]:
         """Return lines of Python by which torchao converts the experts of ``model`` that a recipe serves; () if it can't.

@@ -305,7 +305,7 @@ def _converts(report: RecipeReport, recipe: TrainingRecipe) -> str:
 
 def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
     """Return which other recipes of torchao convert as many layers, and why this one was chosen."""
-    others = [each.title for each in _others(report, recipe) if report.runnable(each) == report.runnable(recipe)]
+    others = [each.title for each in _others(report, recipe) if report.covered(each) == report.covered(recipe)]
     form = by_number(len(others), "{} covers as many", "{} cover as many")
     reason = f"Flushing can't rank them: of those for cc {recipe.compute_capability}, this one was named first. "
     return filled(f"{form}. {reason}", ", ".join(others))
@@ -355,7 +355,7 @@ def _of_experts(report: RecipeReport) -> Iterator[Block]:
     if advised not in (None, recipe) and report.converted(recipe):
         number = report.converted(recipe) + len(report.converted_experts(recipe))
         yield Line(
-            f"{start}. Without cc {needs}, stop after the code above. With it, {recipe.title} covers {number:,} of "
+            f"{start}. Without cc {needs}, stop after the code above. With cc {needs}, {recipe.title} covers {number:,} of "
             f"{_layers(report)}. {_on_tokens(report, recipe)}Run this instead, before the optimizer is made:"
         )
         code = (*report.code(recipe), *code)
