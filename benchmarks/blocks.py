@@ -22,9 +22,12 @@ from counting import in_turn
 from hard_data import DENSE, HALF_ZEROS, WIDE, fresh
 from machine import arguments, write_results
 from targets import checked, verdicts
+from torch import nn
 
 from mpinspect.counting import fastest
 from mpinspect.counting.blocks import blocks_and_exponents
+from mpinspect.ranges.capture.layers import Selection, find_layers
+from mpinspect.ranges.faults.measure.converted import converted_layers
 
 #: 25 M elements; tiles, threads' parts and blocks of 128 x 128 divide it.
 SHAPE, QUICK = (6016, 4096), (128, 4096)
@@ -115,6 +118,18 @@ def promises(rows: list[Row]) -> list[dict[str, Any]]:
     ]
 
 
+def ledger_ms(repeats: int = 5) -> float:
+    """Return the least CPU time, in ms, of looking up which format each product of 1,000 modules computes in."""
+    pairs = (nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(400))
+    layers = find_layers(nn.Sequential(*pairs), Selection(None, None))
+    taken = []
+    for _ in range(repeats):
+        started = time.process_time()
+        converted_layers(layers)
+        taken.append(1000 * (time.process_time() - started))
+    return min(taken) * 1000 / len(layers)
+
+
 def line(row: Row) -> str:
     ratios = f"{row.over_exponents:5.2f}x (least {row.least:.2f}x), wall {row.wall:.2f}x ({row.least_wall:.2f}x)"
     return f"{row.dtype:9} {row.data:15} {row.threads} threads {row.way:14} {row.ms:8.2f} ms {ratios}"
@@ -134,7 +149,7 @@ def main() -> None:
             found = measure(dtype, data, threads, shape, repeats)
             print("\n".join(map(line, found)), flush=True)
             rows += found
-    kept = promises(rows)
+    kept = [*promises(rows), checked("blocks.ledger", ledger_ms())]
     print(verdicts(kept))
     if options.json:
         results = {"repeats": repeats, "notes": trouble, "rows": [asdict(row) for row in rows], "checked": kept}

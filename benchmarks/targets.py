@@ -55,6 +55,7 @@ TARGETS: dict[str, Target] = {
     "blocks.wide": Target("blocks", "25 M float32 whose blocks fit no window of 32 exponents: the same", 1.6, "x"),
     "blocks.bfloat16_values": Target("blocks", "25 M float32 with values of bfloat16: the same", 1.6, "x"),
     "blocks.bfloat16": Target("blocks", "25 M bfloat16: the same", 1.6, "x"),
+    "blocks.ledger": Target("blocks", "the formats of 1,000 modules' products, once at attach, CPU time", 50.0, "ms"),
     "overhead.default": Target(
         "overhead", "GPT: weight and activation gradients, every step, watch on, in callbacks over the step", 0.04, "%"
     ),

@@ -57,6 +57,13 @@ def assert_distinct(colours: dict[str, str], least: float = 20.0) -> None:
             assert apart >= least, f"{one} and {other} are {apart:.1f} apart"
 
 
+def assert_lightness_distinct(colours: dict[str, str], least: float = 7.0) -> None:
+    """Assert that any two colours differ by ``least`` in CIELAB's lightness, 0..100, for deuteranopia."""
+    seen = {name: _lab(_DEUTERANOPIA @ _linear(colour))[0] for name, colour in colours.items()}
+    for one, other in itertools.combinations(seen, 2):
+        assert abs(seen[one] - seen[other]) >= least, (one, seen[one], other, seen[other])
+
+
 def _linear(colour: str) -> np.ndarray:
     values = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
     return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)

@@ -151,6 +151,14 @@ class BrokenWeights(Record, kind="broken-weights"):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BrokenElsewhere(Record, kind="broken-elsewhere"):
+    """Weights outside of the model, in the graph of a loss that was not finite, that held infinities or NaNs.
+
+    ``names``: the weights. ``text``: their model; "" if it is not inspected.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightGrowth(Record, kind="weight-growth"):
     """A parameter whose norm grew out of proportion.
 

@@ -688,9 +688,27 @@ class Session:
         history = self.scale_history()
         if not history:
             return None
-        step, scale = history[-1]
-        fell = any(event.skipped and event.step >= step and event.loss_scale == scale for event in self.events)
-        return None if fell else scale
+        return None if self._skips_at(history[-1]) else history[-1].scale
+
+    def _skips_at(self, last: ScaleChange) -> set[int]:
+        """Return the steps that were skipped at the last known loss scale, after each of which a scaler lowers it."""
+        return {
+            event.step
+            for event in self.events
+            if event.skipped and event.step >= last.step and event.loss_scale == last.scale
+        }
+
+    def last_fall(self) -> ScaleChange | None:
+        """Return the fall after a skipped step that no later step recorded, by the scaler's factor; None if it is not known."""
+        *_, last = (None, *self.scale_history())
+        factors = {scaler.backoff_factor for scaler in self.precision.scalers if scaler.enabled}
+        if last is None or not last.scale or len(factors) != 1:
+            return None
+        (skip, *others), (factor,) = sorted(self._skips_at(last)) or (None,), factors
+        # At a scale that outlasts a skipped step the scaler does not lower it each time.
+        if skip is None or others or factor is None:
+            return None
+        return ScaleChange(skip + 1, last.scale * factor)
 
     def totals(self) -> dict[TensorKey, TensorWindow]:
         """Return each tensor's counts merged over the whole run, in the order of ``watched``."""

@@ -23,7 +23,8 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .state.good::before{content:var(--good-mark)}
 .mpinspect .state.warning::before,.mpinspect .panel .warning>summary b::before{content:var(--warning-mark)}
 .mpinspect .state.error::before,.mpinspect .panel .error>summary b::before{content:var(--error-mark)}
-.mpinspect .facts{color:var(--soft);display:flex;gap:1em;white-space:nowrap;overflow-x:auto;scrollbar-width:none;min-width:9em}
+.mpinspect .facts{color:var(--soft);display:flex;flex-wrap:wrap;gap:0 1em;min-width:9em;line-height:1.5}
+.mpinspect .facts span{white-space:nowrap;overflow:hidden;text-overflow:ellipsis;max-width:100%}
 .mpinspect .screen{display:grid;grid-template-columns:minmax(0,1fr) clamp(20em,23.5vw,27em);position:relative}
 .mpinspect .panel{grid-column:2;grid-row:1;padding:.7em 1em 1em;border-left:1px solid var(--line);overflow:auto;min-width:0}
 .mpinspect .picture{grid-column:1;grid-row:1;padding:.4em 0 0 1em;min-width:0}
@@ -54,7 +55,9 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 @supports not selector(:has(a)){.mpinspect .tab{grid-row:auto}}
 .mpinspect .panel .infos>summary{margin:.7em 0 .3em;cursor:pointer;font-weight:600}
 @media (min-width:1001px){.mpinspect .bar{flex-wrap:nowrap;height:42px}.mpinspect .bar>*{flex:none}
-.mpinspect .bar h1{flex:0 1 auto;min-width:3em}.mpinspect .bar .facts{flex:0 999 auto}
+.mpinspect .bar h1{flex:0 1 auto;min-width:3em}
+/* Facts without room in the one line wrap out of sight, each as a whole. */
+.mpinspect .bar .facts{flex:0 999 auto;height:1.5em;overflow:hidden}
 .mpinspect .screen:has(.explorer,.tab){height:calc(100vh - 42px);min-height:34em}
 .mpinspect .screen:has(.explorer,.tab)>*{min-height:0;height:100%;box-sizing:border-box}}
 @media (scripting:none){.mpinspect .screen:has(.explorer,.tab){height:auto;min-height:0}}
@@ -96,8 +99,7 @@ def front(
     yield f'<span class="state {shown.tone}"{_EXPLAINED}>{escape(shown.state)}</span>'
     yield from _switch(shown, escape)
     if shown.facts:
-        # A keyboard can scroll only elements that take the focus.
-        yield '<span class="facts" tabindex="0">'
+        yield f'<span class="facts" title="{html.escape("; ".join(shown.facts))}">'
         yield from (f"<span>{escape(fact)}</span>" for fact in shown.facts)
         yield "</span>"
     yield "</header>"

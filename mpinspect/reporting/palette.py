@@ -2,8 +2,9 @@
 
 Every colour has a name for its meaning, a light variant, and a dark one for pages in a dark scheme. Text colours have a contrast
 of at least 4.5:1 against both grounds of their scheme. No colour is the only sign of anything: a format's regions (flushed,
-subnormal, overflow) differ in hatching too, kinds in line style, verdicts in words and in their marks. The sets follow Okabe and
-Ito, "Color Universal Design" (2008), whose hues stay apart for protanopes, deuteranopes and tritanopes.
+subnormal, overflow) differ in hatching too, kinds in line style, verdicts in words and in their marks. An error, a warning, good
+and flushed, whose hues deuteranopes confuse, differ in lightness. The sets follow Okabe and Ito, "Color Universal Design" (2008),
+whose hues stay apart for protanopes, deuteranopes and tritanopes.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ PALETTE = {
     "soft": Colour("#59636e", "#9aa5b1"),
     "line": Colour("#d8dde3", "#363d45"),
     # Severities and verdicts.
-    "good": Colour("#116b35", "#5fcf8a"),
-    "warning": Colour("#8f5f00", "#f2cc60"),
-    "error": Colour("#a01e17", "#ff7b72"),
+    "good": Colour("#00725f", "#4fd0bc"),
+    "warning": Colour("#976500", "#ffe07a"),
+    "error": Colour("#860d13", "#f9584e"),
     "unknown": Colour("#8a3f80", "#e29bd6"),
     "info": Colour("#1f5fa8", "#7fb8f5"),
     # The values of a histogram, and the regions of a format beneath them.
-    "fill": Colour("#2f6fb5", "#6aa9ee"),
-    "flushed": Colour("#b87d00", "#e3b341"),
+    "fill": Colour("#2f6fb5", "#4f93e0"),
+    "flushed": Colour("#e09c00", "#f5bd4a"),
     "subnormal": Colour("#a8b0b9", "#5d6771"),
-    "overflow": Colour("#a3328b", "#f08ad8"),
+    "overflow": Colour("#7d1468", "#ffb0ea"),
     # Kinds of tensor, by name.
     "weight_gradient": _same("#0072b2"),
     "activation_gradient": _same("#d55e00"),

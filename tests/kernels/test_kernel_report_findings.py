@@ -12,6 +12,7 @@ from mpinspect.kernels import analysis as tensor_cores
 from mpinspect.kernels.analysis import KERNEL_FINDING_IDS, analyse_kernels
 from mpinspect.kernels.records import Device
 from mpinspect.reporting.finding import SEVERITIES
+from mpinspect.reporting.forms import render
 
 
 def findings(*traces, **options):
@@ -297,7 +298,22 @@ def test_a_bound_above_any_gpus_ratio_is_not_reported():
 def test_idle():
     run = kernel(made.NATIVE, 80, mm(64, 64, 64))
     assert findings(trace(run, idle_us=5)) == {}
-    assert "idle 20% of the time" in findings(trace(run, idle_us=20))["gpu-idle"].message
+    long = findings(trace(run, idle_us=20))["gpu-idle"]
+    assert "idle 20% of the time" in long.message
+    # The preferred change is the first: for long kernels the waits, for short ones the launches.
+    assert long.fix.startswith("First look for .item()")
+    short = findings(trace(*(kernel(made.NATIVE, 4, mm(64, 64, 64)) for _ in range(20)), idle_us=20))["gpu-idle"]
+    assert short.fix.startswith("First torch.compile(model, mode='reduce-overhead')")
+    assert "only 4.00 us on average" in short.fix
+
+
+def test_a_share_names_the_time_of_which_it_is_one_and_the_legend_explains_only_the_signs_that_are_there():
+    measured = trace(kernel(made.NATIVE, 80, mm(64, 64, 64)), idle_us=40)
+    estimated = trace(kernel(made.HGEMM, 80, mm(512, 512, 512)), idle_us=40)
+    for given, is_estimate in ((measured, False), (estimated, True)):
+        lost = render(analyse_kernels([given]), ".html").partition("Time lost")[2].partition("Findings")[0]
+        assert "of 120 us" in lost
+        assert ("~: at most" in lost) is is_estimate
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Which product computes in which format: the ledger, its line in the verdict, and the findings on conversions."""
 
 import gc
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -170,19 +169,6 @@ def test_similar_layers_share_a_record():
     model = to_float8(Model(tied=True), names=IN_BLOCKS)
     found = records(model)
     assert [(len(record.modules), record.is_head) for record in found] == [(12, False), (1, True)]
-
-
-def test_the_ledger_of_a_thousand_modules_takes_under_50_ms():
-    layers = find_layers(
-        nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(400))), Selection(None, None)
-    )
-    assert len(layers) > 1000
-    taken = []
-    for _ in range(5):
-        began = time.process_time()
-        converted_layers(layers)
-        taken.append(time.process_time() - began)
-    assert min(taken) < 0.05
 
 
 # -- the line ----------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Runs each diagnosis on a training loop with its fault and on the same loop without it."""
 
+import contextlib
 import copy
 import functools
 import math
@@ -2095,6 +2096,26 @@ def test_the_output_of_a_model_whose_update_broke_it_is_not_the_batch_of_another
                 with torch.no_grad():
                     maker[0].bias[1] = math.inf
     assert "batch-not-finite" not in {finding.id for finding in inspector.report().findings}
+
+
+@pytest.mark.parametrize("is_inspected", [True, False])
+def test_a_loss_that_another_models_weights_break_is_not_this_models(is_inspected):
+    maker, judge = mlp(), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(maker.parameters(), lr=0.01)
+    other = Inspector(judge) if is_inspected else contextlib.nullcontext()
+    with other, Inspector(maker, optimizers=optimizer) as inspector:
+        for step, (x, _) in enumerate(batches(8)):
+            optimizer.zero_grad()
+            judge(maker(x)).square().mean().backward()
+            if step < 3:
+                optimizer.step()
+            else:
+                judge.bias.data[0] = math.nan
+    found = named(inspector.report(), "weights-broken-elsewhere")[0]
+    # The step without an update goes on with the next backward.
+    assert (found.severity, found.step) == ("warning", 3)
+    assert ("Linear" if is_inspected else "not inspected") in found.message
+    assert {each.id for each in inspector.report().findings if each.severity != "info"} == {found.id}
 
 
 @pytest.mark.parametrize("precision", ["bf16-master", "fp16-master"])

@@ -18,12 +18,13 @@ import pytest
 import sessions
 from agreeing_reports import analyse
 from node_places import NODE_PLACES
+from test_opening import broken
 
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges import analyse as analysing
 from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell, data, packed
-from mpinspect.ranges.session import Precision, Progress, ScaleChange, Session, TensorKey
+from mpinspect.ranges.session import Precision, Progress, ScaleChange, ScalerRecord, Session, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.forms import document, render
 from mpinspect.reporting.html import fragment
@@ -258,6 +259,39 @@ def test_a_page_holds_the_runs_history() -> None:
     counted = [key.name for key in session.totals() if key.kind == "update"]
     assert [each["name"] for each in given["updates"]] == counted
     assert counted
+
+
+def test_every_fall_of_the_scale_lies_within_the_axes_also_that_after_the_last_skipped_step(
+    browser: Any, tmp_path: Path
+) -> None:
+    session = replace(
+        broken(nan_from=99), precision=Precision(scalers=(ScalerRecord("GradScaler", backoff_factor=0.5),))
+    )
+    (event,) = session.events
+    # The last step is skipped, so its fall acts after the end.
+    skips = tuple(replace(event, step=step, skipped=True, loss_scale=2.0 ** (16 - step)) for step in range(5, 10))
+    progress = replace(session.progress, scales=(ScaleChange(0, 2.0**11),), skipped_steps=5)
+    report = analyse(replace(session, events=skips, progress=progress))
+    assert [tuple(change) for change in data(report)["scales"]] == [
+        (0, 11),
+        *((step + 1, 15 - step) for step in range(5, 10)),
+    ]
+    page = opened(browser, report.save(tmp_path / "a.html"))
+    axis = page.locator(".explorer .steps .axis").first.bounding_box()
+    falls = [each.bounding_box() for each in page.locator(".explorer .steps svg .fall").all()]
+    assert len(falls) == page.locator(".explorer .steps svg .event").count() == 5
+    assert all(fall["y"] + fall["height"] <= axis["y"] + axis["height"] + 1 for fall in falls)
+    line = page.locator(".explorer .steps .curve.scales").bounding_box()
+    assert line["x"] + line["width"] == pytest.approx(axis["x"] + axis["width"], abs=2)
+    assert page.troubles == []
+
+
+def test_a_curve_that_ends_before_the_axis_names_the_last_counted_step(browser: Any, tmp_path: Path) -> None:
+    for steps, expected in ((10, False), (15, True)):
+        session = broken(nan_from=99)
+        session = replace(session, events=(), progress=replace(session.progress, steps=steps, scales=()))
+        page = opened(browser, analyse(session).save(tmp_path / "a.html"))
+        assert ("counted up to step 9" in page.text_content(".explorer figure.steps figcaption")) is expected
 
 
 def test_a_window_that_is_none_is_not_shaded() -> None:

@@ -3,6 +3,7 @@
 import html as markup
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mpinspect.ranges.analysis.first_line import gravest
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.records import LeftOver
 from mpinspect.ranges.report.comparison import headline
-from mpinspect.ranges.session import OptimizerRecord, Precision, Session, TensorInfo, TensorKey
+from mpinspect.ranges.session import OptimizerRecord, Precision, ScaleChange, Session, TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
 from mpinspect.reporting.finding import SEVERITIES_EXPLAINED
@@ -52,6 +53,42 @@ def test_a_finding_that_several_models_share_stands_once() -> None:
     assert "1 error" in panel
     assert f"{finding.id} Actor, Critic, " in " ".join(panel.split())
     assert "Change in Actor, Critic: " in " ".join(panel.split())
+
+
+def test_a_headline_names_all_models_of_which_it_is_true() -> None:
+    healthy = ModelPart("Third", analyse(replace(broken(nan_from=99), events=())))
+    parts = tuple(ModelPart(name, analyse(broken())) for name in ("Actor", "Critic"))
+    report = RunReport("train.py", "ended", (*parts, healthy), log_dir="runs/a")
+    assert report.first_line.startswith("Actor, Critic: step 5, forward, ")
+    later = ModelPart("Critic", analyse(broken(6)))
+    assert replace(report, parts=(parts[0], later, healthy)).first_line.startswith("Actor: step 5, forward, ")
+    two = tuple(replace(part, name=name) for name in ("Actor", "Critic") for part in found_in("blocks.0.fc2").parts)
+    other = replace(two[1], ranges=found_in("blocks.1.fc2").parts[0].ranges)
+    for shown, headline_shown in (
+        (two, "Actor, Critic: In 'blocks.0.fc2'"),
+        ((two[0], other), "Actor: In 'blocks.0.fc2'"),
+    ):
+        panel = part(render(replace(report, parts=shown), ".html"), "section", "panel")
+        assert headline_shown in " ".join(panel.split())
+
+
+def test_the_map_has_the_scale_that_the_loop_itself_applies(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    from mpinspect.reporting.finding import Finding
+
+    unknown = replace(broken(nan_from=99), events=())
+    unknown = replace(unknown, progress=replace(unknown.progress, scales=(ScaleChange(0, None),)))
+    ranges = replace(analysing.analyse(unknown), findings=())
+    scaled = Finding("scaler-missing-in-float16", "info", "", "It is.", {"least": 256.0, "most": 4096.0})
+    for findings, expected, other in (
+        ((), "the run's is not known", "own scale"),
+        ((scaled,), "with the loop's own scale, 256 (2⁸) to 4096 (2¹²)", "not known"),
+    ):
+        shown = RunReport("a.py", "ended", (ModelPart("N", replace(ranges, findings=findings)),))
+        page = opened(browser, shown.save(tmp_path / "a.html"), viewport=SCREEN)
+        said = page.text_content(".explorer .said") + page.text_content(".explorer figure.steps figcaption")
+        assert expected in said
+        assert other not in said
+        assert page.troubles == []
 
 
 def test_the_severities_are_explained_once_in_the_text() -> None:
@@ -606,12 +643,47 @@ def found_in(layer: str, step: int | None = 3, id: str = "clip-before-unscale") 
 def test_a_marked_row_says_why_where_its_own_figures_do_not(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, found_in("blocks.0.fc2").save(tmp_path / "a.html"), viewport=SCREEN)
     (row,) = page.locator(".explorer tr.marked").all()
-    assert row.locator("td:visible").all_text_contents() == ["", "clip-before-unscale, first seen in step 3"]
-    assert page.locator(".explorer tr:not(.marked) td.words").count() == 0
-    # Figures that show the fault stay.
+    words, *figures = row.locator("td:visible").all_text_contents()
+    assert (words, figures[:3]) == ("clip-before-unscale, first seen in step 3", ["0%", "0%", "none"])
+    assert row.locator(".why").is_visible()
+    assert page.locator(".explorer tr:not(.marked) .why:visible").count() == 0
+    # The signs have a meaning on hover, and one in the list of terms.
+    for place, sign in ((0, "Hatched on the left"), (1, "round to zero"), (2, "- with infinities"), (3, "✕")):
+        assert sign in row.locator("td:visible").nth(place).get_attribute("title")
+    assert "✕: infinities" in page.locator(".terms dt:text('signs of the map') + dd").text_content()
+    # Figures that show the fault need no words.
     page.select_option(".explorer select >> nth=1", "float8_e4m3")
+    assert not row.locator(".why").is_visible()
     assert "%" in row.locator("td:visible").nth(1).text_content()
     assert page.troubles == []
+
+
+@pytest.mark.parametrize("wide", [390, 700, 1024, 1440])
+def test_the_facts_of_the_bar_are_whole_or_absent(browser: Any, tmp_path: Path, wide: int) -> None:  # noqa: F811
+    page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport={"width": wide, "height": 844})
+    facts = page.locator(".bar .facts")
+    box = facts.bounding_box()
+    spans = [(span.text_content(), span.bounding_box()) for span in facts.locator("span").all()]
+    shown = [(text, at) for text, at in spans if at["y"] + at["height"] <= box["y"] + box["height"] + 1]
+    assert len(shown) >= 2
+    assert len(shown) == len(spans) or wide > 1000
+    assert all(at["x"] >= 0 and at["x"] + at["width"] <= min(wide, box["x"] + box["width"]) + 1 for _, at in shown)
+    # The others begin below the bar's one line.
+    assert all(at["y"] >= box["y"] + box["height"] - 1 for text, at in spans if (text, at) not in shown)
+    assert facts.get_attribute("title") == "; ".join(text for text, _ in spans)
+
+
+def test_narrow_regions_of_a_format_are_named_as_far_as_the_names_have_room(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    for wide, expected in ((1440, 4), (1024, 4), (390, 1)):
+        page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport={"width": wide, "height": 844})
+        boxes = [each.bounding_box() for each in page.locator(".explorer svg .zone").all()]
+        assert len(boxes) >= expected
+        # A halo of 3 pixels belongs to each box.
+        assert all(one["x"] + one["width"] - 6 < other["x"] for one, other in pairwise(boxes))
+        field = page.locator(".explorer tbody tr[data-name] canvas").first.bounding_box()
+        assert all(
+            field["x"] - 4 <= box["x"] and box["x"] + box["width"] <= field["x"] + field["width"] + 4 for box in boxes
+        )
 
 
 def test_of_a_fault_in_no_layer_the_steps_are_the_picture(browser: Any, tmp_path: Path) -> None:  # noqa: F811

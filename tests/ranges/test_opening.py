@@ -240,6 +240,8 @@ def test_the_trouble_ends_with_the_last_skipped_step_unless_a_step_was_taken():
         return opened(replace(session, events=events, progress=replace(session.progress, **progress)))["until"]
 
     assert until(*skips, skipped_steps=2) == 7
+    # The next one was due after the end.
+    assert until(skips[0], replace(skips[1], step=8), skipped_steps=2) is None
     # A step that was taken, or skipped without an event.
     assert until(skips[0], replace(skips[1], skipped=False)) is until(*skips, skipped_steps=3) is None
 

@@ -14,8 +14,10 @@ from mpinspect.ranges.session import (
     WINDOW_LIMIT,
     Event,
     LostUpdates,
+    Precision,
     Progress,
     ScaleChange,
+    ScalerRecord,
     Session,
     TensorWindow,
     Window,
@@ -157,3 +159,27 @@ def test_a_scale_falls_in_the_step_after_the_skipped_one_and_not_in_the_next_sam
     assert history == [(0, 16.0), (12, 8.0), (30, 16.0), (40, 8.0)]
     kept = replace(session, events=(replace(skip, skipped=False),))
     assert [change.step for change in kept.scale_history()] == [0, 20, 30, 40]
+
+
+def test_the_fall_after_the_last_skipped_step_follows_from_the_scalers_factor() -> None:
+    skip = Event(6, 0, "backward", "a", "weight_gradient", "a", "inf", 16.0, skipped=True)
+    scaler = ScalerRecord("GradScaler", backoff_factor=0.25)
+    session = Session(
+        events=(skip,),
+        progress=Progress(steps=10, scales=(ScaleChange(0, 16.0),)),
+        precision=Precision(scalers=(scaler,)),
+    )
+    assert session.last_fall() == ScaleChange(7, 4.0)
+    assert session.last_scale is None
+    for unknown in (
+        replace(session, events=()),
+        replace(session, events=(replace(skip, skipped=False),)),
+        # A later step had the same scale.
+        replace(session, events=(skip, replace(skip, step=8))),
+        replace(session, precision=Precision()),
+        replace(session, precision=Precision(scalers=(replace(scaler, backoff_factor=None),))),
+        replace(session, precision=Precision(scalers=(scaler, replace(scaler, backoff_factor=0.5)))),
+    ):
+        assert unknown.last_fall() is None
+    # A fall that a later step recorded is in the history.
+    assert replace(session, progress=Progress(scales=(ScaleChange(0, 16.0), ScaleChange(9, 4.0)))).last_fall() is None

@@ -711,7 +711,6 @@ def test_an_error_while_a_full_batch_is_read_does_not_reach_the_training(monkeyp
 
 
 def test_gradients_of_a_concurrent_backward_in_another_thread_are_counted() -> None:
-    """The gradients of both backwards are counted."""
     model = network()
     expected: dict[str, list[Any]] = {}
     with Inspector(model, capture=("weight_gradient",)) as inspector:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from labels import assert_distinct
+from labels import assert_distinct, assert_lightness_distinct
 
 import mpinspect
 from mpinspect.reporting.html import STYLE
@@ -35,6 +35,15 @@ def test_text_can_be_read_on_both_grounds(name, scheme):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_regions_and_values_stay_apart_for_a_deuteranope(scheme):
     assert_distinct({name: getattr(PALETTE[name], scheme) for name in ("fill", "flushed", "overflow", "ground")})
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_calls_for_action_differs_in_lightness_for_a_deuteranope(scheme):
+    colours = {name: getattr(PALETTE[name], scheme) for name in ("error", "warning", "good", "flushed")}
+    assert_distinct(colours, 12)
+    assert_lightness_distinct(colours)
+    # Values beyond the format's maximum, beside those within.
+    assert_lightness_distinct({name: getattr(PALETTE[name], scheme) for name in ("fill", "overflow")}, 12)
 
 
 def test_a_page_has_both_schemes():

@@ -23,6 +23,8 @@ _MUCH_COMMUNICATION = 0.1
 _MUCH_IDLE = 0.1
 #: Share from which idle time is a warning: no change to a kernel can gain as much.
 _MOSTLY_IDLE = 0.5
+#: Mean time in us of a kernel below which launching it in eager mode, some 10 us on the CPU with its operator, may take longer.
+_SHORT_US = 20.0
 #: If the operator is known for a smaller share of the kernel time, tables by operator and module are unreliable.
 _LOW_ATTRIBUTION = 0.5
 #: Ranks differ if their shares of Tensor Core time differ by at least this much (0..1).
@@ -72,7 +74,7 @@ def _layout_conversions(report: KernelReport) -> Iterator[Finding]:
     fraction = share(time, report.shares.kernel_time_us)
     if fraction is None or fraction < _WORTH_A_LINE:
         return
-    taken = f"{duration(time)}, {percent(fraction)} of all kernel time"
+    taken = f"{duration(time)}, {percent(fraction)} of all kernel time ({duration(report.shares.kernel_time_us)})"
     if report.shares.product_time_us > 0:
         taken += f", against {duration(report.shares.product_time_us)} of products"
     yield Finding(
@@ -124,7 +126,21 @@ def _idle(report: KernelReport) -> Iterator[Finding]:
         f"The GPU was idle {percent(fraction)} of the time from its first to its last kernel (a profiler's own overhead "
         "adds to that): faster kernels alone only make it wait longer.",
         {"idle_us": limits.idle_us, "span_us": limits.span_us, "fraction": fraction},
-        "Larger batches, torch.compile(mode='reduce-overhead') or CUDA graphs; look for .item() and other synchronisations.",
+        _idle_fix(report),
+    )
+
+
+def _idle_fix(report: KernelReport) -> str:
+    """Return the fix, the preferred one first: fewer launches for short kernels, fewer waits for long ones."""
+    mean = report.shares.kernel_time_us / report.shares.calls
+    if mean < _SHORT_US:
+        return (
+            "First torch.compile(model, mode='reduce-overhead'): it replays launches as a CUDA graph, and a kernel here takes "
+            f"only {duration(mean)} on average. Then larger batches; look for .item() and other synchronisations."
+        )
+    return (
+        "First look for .item(), other synchronisations and a data loader that the GPU waits for. Then larger batches or "
+        "torch.compile(model, mode='reduce-overhead')."
     )
 
 

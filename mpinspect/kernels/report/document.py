@@ -132,9 +132,12 @@ def _lost(report: KernelReport) -> Tables:
         )
         for finding, time in found
     ]
+    meaning = "all that the cause takes"
+    if any(finding.evidence.get("saved_us") for finding, _ in found):
+        meaning += "; ~: at most so much would a change save, estimated"
     columns = (
-        Column("share", is_left=True, meaning="of the time from the first kernel to the last"),
-        Column("time", meaning="all that the cause takes; ~: at most so much would a change save, estimated"),
+        Column(f"of {duration(span)}", is_left=True, meaning="share of the time from the first kernel to the last"),
+        Column("time", meaning=meaning),
         Column("finding", is_left=True),
     )
     return table(columns, rows)

@@ -121,6 +121,13 @@ TERMS = (
         "the loss scales at which no gradient seen overflows, the powers of two in reserve included, and L1 lost is at most 1% "
         "in every layer",
     ),
+    Term(
+        "signs of the map",
+        "interactive map",
+        "hatched on the left: flushed; grey, up to the dotted line: subnormal; hatched on the right: overflow; ✕: infinities; "
+        "○: NaNs, with a bar for their share; ■, ▲: the culprit of an error, of a warning; ▷: next to it; "
+        "-: unknown, and in the column overflow: infinities, counted in the next column",
+    ),
     Term("headroom", r"\bheadroom", "powers of two from the suggested scale up to the largest of the window"),
 )
 _LEGEND = (

@@ -24,11 +24,11 @@ from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_of, log2_recommended, repeated, seen_layers
 from mpinspect.ranges.report.opening import Opening, blocks_of, never_zeroed, opening, power_of
 from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
-from mpinspect.ranges.session import Event, Window
+from mpinspect.ranges.session import Event, ScaleChange, Session, Window
 from mpinspect.reporting.document import Tone, Widget
 from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.streams import printable
-from mpinspect.reporting.words import format_name
+from mpinspect.reporting.words import format_name, with_power
 
 #: Most histograms in a page: 2,000 layers in 8 blocks of the run make a file of some megabytes.
 _MOST_HISTOGRAMS = 16_000
@@ -151,7 +151,8 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         "narrow_weights": bool({FLOAT16.name, BFLOAT16.name} & set(report.session.precision.weights)),
         "steps": progress.steps,
         "skipped": progress.skipped_steps,
-        "scales": [(change.step, log2_of(change.scale)) for change in report.session.scale_history()],
+        "scales": [(change.step, log2_of(change.scale)) for change in _scales(report.session)],
+        "by_hand": _by_hand(report),
         "held": list(_held(report)),
         "events": [_event(event) for event in report.session.events],
         "places": list(_places(report.session.events)),
@@ -173,6 +174,19 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         "notes": _notes(notes),
         "changes": [(kind, printable(tensor), *figures) for kind, tensor, *figures in changes],
     }
+
+
+def _scales(session: Session) -> tuple[ScaleChange, ...]:
+    """Return the changes of the loss scale with the one that follows from the last skipped step."""
+    fall = session.last_fall()
+    return (*session.scale_history(), *((fall,) if fall is not None else ()))
+
+
+def _by_hand(report: RangeReport) -> str:
+    """Return the loss scale, or its range, that the loop applies itself and that gradients thus arrive with; "" without one."""
+    found = (each.evidence for each in report.findings if each.id == "scaler-missing-in-float16")
+    scales = (each[name] for each in found for name in ("least", "most") if name in each)
+    return " to ".join(dict.fromkeys(with_power(scale) for scale in scales if isinstance(scale, float)))
 
 
 def _opening(report: RangeReport, first: Opening) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from mpinspect.numeric.formats import FLOAT16, FLOAT32, floor_log2
@@ -123,11 +124,17 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
 
 
 def _last_skipped(event: Event | None, report: RangeReport) -> int | None:
-    """Return the last step with an event if the run skipped each from this event on; None if a later step may be in trouble."""
+    """Return the last step with an event if the run skipped each from this event on; None if a later step may be in trouble.
+
+    That is so where the run ended sooner after the last event than the next one was due.
+    """
     steps = {each.step: each.skipped for each in report.events if event is not None and each.step >= event.step}
     # The recording may have left out further ones.
     is_whole = report.session.progress.skipped_steps <= len({each.step for each in report.events if each.skipped})
-    return max(steps) if steps and all(steps.values()) and is_whole else None
+    if not steps or not all(steps.values()) or not is_whole:
+        return None
+    longest = max((later - earlier for earlier, later in pairwise(sorted(steps))), default=0)
+    return max(steps) if report.session.progress.steps - max(steps) > longest else None
 
 
 def _format(report: RangeReport, event: Event | None) -> tuple[str, bool]:

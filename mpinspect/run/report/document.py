@@ -199,12 +199,13 @@ def _front(report: RunReport) -> Front:
 
 
 def _headline(report: RunReport) -> str:
-    """Return where the gravest finding of the gravest model began."""
+    """Return where the gravest finding of the gravest model began, with the names of all models of which that is so."""
     if not report.parts:
         return ""
     worst = max(report.parts, key=_gravity)
     place = began(_without_end(worst.ranges))
-    return f"{worst.name}: {place}" if place and len(report.parts) > 1 else place
+    alike = (part.name for part in report.parts if began(_without_end(part.ranges)) == place)
+    return f"{', '.join(alike)}: {place}" if place and len(report.parts) > 1 else place
 
 
 def _picture(report: RunReport) -> Widget | None:

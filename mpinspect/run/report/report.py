@@ -147,7 +147,7 @@ class RunReport(RendersItself):
 
     @property
     def first_line(self) -> str:
-        """The first non-finite event that no loss scaler caught, in one line; "" without such an event."""
+        """The first non-finite event that no loss scaler caught, in one line, with all models that it names; "" without one."""
         if self.broke_elsewhere:
             return self.broke_elsewhere
         labelled = zip(self.labels, self.parts, strict=True)
@@ -155,5 +155,6 @@ class RunReport(RendersItself):
         if not broken:
             return ""
         # Each model counts its own steps.
-        first, label = min(broken, key=lambda pair: pair[0].step)
-        return filled("{}: ", label) + first_line(first)
+        line = first_line(min(broken, key=lambda pair: pair[0].step)[0])
+        labels = ", ".join(label for event, label in broken if first_line(event) == line)
+        return filled("{}: ", labels) + line

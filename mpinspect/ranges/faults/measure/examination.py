@@ -36,6 +36,7 @@ from mpinspect.ranges.faults.measure.singularities import (
 from mpinspect.ranges.faults.measure.twins import reference, storage_key
 from mpinspect.ranges.kinds import ACTIVATION
 from mpinspect.ranges.records import (
+    BrokenElsewhere,
     BrokenLoss,
     BrokenWeights,
     Examined,
@@ -223,6 +224,10 @@ class Examination(Measuring):
             # Non-finite weights explain every later infinity or NaN, so the examination ends.
             self._examined = _MOST_EXAMINED
             return
+        if elsewhere := self._broken_elsewhere(starts):
+            self._record(elsewhere)
+            self._examined = _MOST_EXAMINED
+            return
         batch = self._batch_not_finite()
         if batch is not None:
             self._tell_examined(ExaminedBatch, step, int(batch.sum()), Rows.where(batch))
@@ -300,6 +305,18 @@ class Examination(Measuring):
         dtype = optional(made.dtype, dtype_name, "")
         self._record(BrokenLoss(step=self._clock.step, names=made.names, text=dtype, in_half=made.in_half))
 
+    def _broken_elsewhere(self, starts: Sequence[object]) -> BrokenElsewhere | None:
+        """Return the record of a loss's graph that leads to infinities or NaNs in weights of another model; None without any."""
+        own = {id(each.parameter) for each in self._parameters}
+        used = (getattr(node, "variable", None) for node in graph(starts, _MOST_NODES))
+        others = (each for each in used if is_plain(each) and id(each) not in own)
+        broken = {id(each) for each in others if not bool(each.isfinite().all())}
+        if not broken:
+            return None
+        named = [(each, [one.name for one in each._parameters if id(one.parameter) in broken]) for each in self._all]
+        model, names = next(((each._recording.info.model, names) for each, names in named if names), ("", []))
+        return BrokenElsewhere(step=self._clock.step, names=tuple(names), text=model or "")
+
     def _batch_not_finite(self) -> torch.Tensor | None:
         """Return where the first non-finite input of the model is not finite; None if all (that still exist) are finite.
 
@@ -356,8 +373,10 @@ class Examination(Measuring):
         modules = {layer.path: layer.module for layer in self._layers if isinstance(layer.module, _PRODUCTS)}
         for event in events:
             name = f"{event.module}.weight".lstrip(".")
-            is_first = (event.phase, event.value, event.tensor) == ("forward", "nan", event.module) and not event.given
-            if is_first and event.module in modules and name in self._zero:
+            is_first = (event.phase, event.value, event.tensor) == ("forward", "nan", event.module)
+            # Whether the whole input was read, and fits FP16, stands in the explanation alone.
+            is_alone = is_first and event.explanation.endswith("its input was finite")
+            if is_alone and event.module in modules and name in self._zero:
                 rows = len(modules[event.module].weight)
                 whole = Rows(tuple(range(min(rows, MOST_ROWS))), rows, rows)
                 self._tell_examined(ExaminedZeroRow, event.step, rows, whole, name, event.module)
@@ -398,10 +417,13 @@ class Examination(Measuring):
 
     @torch.no_grad()
     def _weight_norms(self, most_rows: float = math.inf, fewest_dims: int = 2) -> Sent:
-        """Return the norms of the weights of that many dimensions, or of evenly spread rows of each, in FP32 or FP64."""
-        watched = [
-            each for each in self._parameters if is_plain(each.parameter) and each.parameter.dim() >= fewest_dims
-        ]
+        """Return the norms of the weights of that many dimensions, or of evenly spread rows of each, in FP32 or FP64.
+
+        Frozen ones need two dimensions: one of a single dimension may be a mask of -inf.
+        """
+        plain = (each for each in self._parameters if is_plain(each.parameter))
+        least = {True: fewest_dims, False: 2}
+        watched = [each for each in plain if each.parameter.dim() >= least[each.parameter.requires_grad]]
         return Sent.of(((each.name, _spread_rows(each.parameter, most_rows)) for each in watched), norms)
 
     def _compare_rows(self, step: int, rows: Sent) -> None:

@@ -10,6 +10,7 @@ from mpinspect.ranges.faults.name.case import Case, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.records import (
+    BrokenElsewhere,
     BrokenWeights,
     ReplacedBeforeStep,
     SteppedBesideScaler,
@@ -143,6 +144,30 @@ def _broken_by_loop(case: Case) -> Iterator[Found]:
     )
 
 
+class _Elsewhere(Sentences):
+    BROKEN = (
+        "In step {step} the loss was not finite, and it was computed with weights of another model, {model}, that held "
+        "infinities or NaNs: neither this model nor its loss is the cause."
+    )
+    OTHER_MODEL = "Repair the other model: an earlier update, or other code, broke its weights."
+
+
+def _broken_elsewhere(case: Case) -> Iterator[Found]:
+    """A loss that is not finite because weights of another model, such as a discriminator, are infinite or NaN.
+
+    False alarms: It is measured: these weights are in the graph of the loss, and this model's weights are finite.
+    """
+    for broken in case.recorded(BrokenElsewhere):
+        yield Found(
+            _Elsewhere.BROKEN,
+            {"model": broken.text, "names": list(broken.names[:MOST_NAMES])},
+            {"model": broken.text or "which is not inspected"},
+            _Elsewhere.OTHER_MODEL,
+            step=broken.step,
+        )
+        return
+
+
 class _Unguarded(Sentences):
     STEPPED = (
         "In step {step} the gradients overflowed at the loss scale {loss_scale:scale}, and the optimizer stepped on them. The "
@@ -273,6 +298,14 @@ _OF_BROKEN_WEIGHTS = (
     "non-finite-event",
 )
 FAULTS = (
+    Fault(
+        "weights-broken-elsewhere",
+        "warning",
+        _broken_elsewhere,
+        (_Elsewhere,),
+        (*_OF_BROKEN_WEIGHTS, "argument-out-of-range", "scaler-shared"),
+        "warning",
+    ),
     Fault("weights-broken-by-loop", "error", _broken_by_loop, (_Broken,), _OF_BROKEN_WEIGHTS, is_of_every_step=True),
     Fault(
         "scaler-step-missing",

@@ -8,7 +8,7 @@ import { clamp, nonzero } from "./histogram.js";
 import { BESIDE, LETTER } from "./layout.js";
 import { Painter } from "./painter.js";
 import { View } from "./view.js";
-import { numberOf, percent } from "./words.js";
+import { numberOf, percent, STRIP } from "./words.js";
 
 /** Most rows, pixels of a row at least and at most, and of the columns of figures with the table's borders. */
 const [MOST, LEAST, TALLEST, FIGURES] = [200, 24, 200, 176];
@@ -66,7 +66,7 @@ export class Comparison {
     this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
       element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "elsewhere"), element("th", { scope: "col", title: "the first step in which it moved, by more than it does by itself" }, "from step"))), this.body));
     this.root.replaceChildren(element("div", { className: "controls" }, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [label("Steps", this.block), this.steps] : [])), this.said, this.rows,
-      element("p", { className: "legend" }, entry("A and B: the darker, the larger the share; the format's edges at each run's own loss scale."), entry("B minus A: up where B has more, down where A has."), entry("elsewhere: share that lies in other powers of two in B."), entry("A click shows the layer in B.")));
+      element("p", { className: "legend" }, entry("A and B: the darker, the larger the share; the format's edges at each run's own loss scale."), entry(STRIP), entry("B minus A: up where B has more, down where A has."), entry("elsewhere: share that lies in other powers of two in B."), entry("A click shows the layer in B.")));
     this.root.classList.add("explorer");
     this.root.classList.toggle("mild", !this.opening.grave);
     this.kind.addEventListener("change", () => this.change({ kind: this.kind.value }));
@@ -187,7 +187,7 @@ export class Comparison {
     this.painters[1].strip(canvases[1], second);
     this.painters[1].difference(canvases[2], difference.shares, most);
     const classes = [from === null ? "" : "moved", this.isOfCulprit({ first, second, elsewhere, from }) ? "near" : ""];
-    return element("tr", { className: classes.join(" ").trim() }, element("th", { scope: "row", className: "left" }, button), ...canvases.map((canvas) => element("td", { className: "map" }, canvas)),
+    return element("tr", { className: classes.join(" ").trim() }, element("th", { scope: "row", className: "left" }, button), ...canvases.map((canvas) => element("td", { className: "map", title: STRIP }, canvas)),
       element("td", {}, percent(elsewhere)), element("td", {}, from === null ? "-" : String(from)));
   }
 }

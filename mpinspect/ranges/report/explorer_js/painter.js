@@ -200,7 +200,7 @@ export class Painter {
     const side = Math.round(6 * ratio);
     const tile = element("canvas", { width: side, height: side });
     const pen = tile.getContext("2d");
-    Object.assign(pen, { strokeStyle: colour, globalAlpha: 0.35, lineWidth: ratio });
+    Object.assign(pen, { strokeStyle: colour, globalAlpha: 0.45, lineWidth: ratio });
     pen.beginPath();
     // The lines of the neighbouring tiles reach into the corners.
     for (const shift of [-side, 0, side]) {

@@ -16,6 +16,32 @@ const [ABOVE, BELOW, APART] = [20, 18, 44];
 /** Pixels of the scales and the handle of a folded curve, and of a line of words. */
 const [HANDLE, SENTENCE] = [20, 26];
 
+/** Pixels of a letter of a region's name. */
+const ZONE_LETTER = 6.2;
+
+/** A region between two pixels, its name, and half the width and the middle of that. @typedef {{left: number, right: number, words: string, half: number, at: number}} Named */
+
+/**
+ * Regions whose names have room: in a narrow one the name reaches into the neighbours, as far as theirs leave room; the narrowest have none.
+ * @param {Named[]} names from the left @param {number} wide @returns {Named[]}
+ */
+function spread(names, wide) {
+  let end = 0;
+  for (const name of names) {
+    name.at = Math.max((name.left + name.right) / 2, end + name.half);
+    end = name.at + name.half + ZONE_LETTER;
+  }
+  end = wide;
+  for (const name of [...names].reverse()) {
+    name.at = Math.min(name.at, end - name.half);
+    end = name.at - name.half - ZONE_LETTER;
+  }
+  const hasRoom = end + ZONE_LETTER > -1 && names.every(({ left, right, at }) => left <= at && at <= right);
+  if (hasRoom || !names.length) return names;
+  const [narrowest] = [...names].sort((one, other) => (one.right - one.left) / one.half - (other.right - other.left) / other.half);
+  return spread(names.filter((name) => name !== narrowest), wide);
+}
+
 export class Shares {
   /** @param {import("./view.js").View} view @param {import("./painter.js").Painter} painter @param {(changed: any, isFinal?: boolean) => void} change @param {() => void} keep */
   constructor(view, painter, change, keep) {
@@ -187,10 +213,12 @@ export class Shares {
     const k = view.log2Scale;
     /** @type {[number, number, string][]} */
     const zones = [[painter.ends[0], format.flush - k, "flushed"], [format.flush - k, format.normal - k, "subnormal"], [format.normal - k, format.top + 1 - k, `${format.label}'s range`], [format.top + 1 - k, painter.ends[1], "overflow"]];
-    return zones.flatMap(([from, to, words]) => {
+    const names = zones.map(([from, to, words]) => {
       const [left, right] = [Math.max(painter.place(from), 0), Math.min(painter.place(to), painter.width)];
-      return right - left > words.length * 6.2 ? [svg("text", { x: (left + right) / 2, y: height - 5, "text-anchor": "middle", class: "zone" }, words)] : [];
+      return { left, right, words, half: words.length * ZONE_LETTER / 2, at: 0 };
     });
+    return spread(names.filter(({ left, right }) => right > left), painter.width)
+      .map(({ words, at }) => svg("text", { x: at, y: height - 5, "text-anchor": "middle", class: "zone" }, words));
   }
 
   get unknown() {

@@ -3,7 +3,7 @@
 
 import { element } from "./dom.js";
 import { share } from "./histogram.js";
-import { number, numberOf, scaleInWords, spanInWords } from "./words.js";
+import { number, numberOf, raised, scaleInWords, spanInWords } from "./words.js";
 
 /** @param {number} count @param {string} one @param {string} several */
 const verb = (count, one, several) => (count === 1 ? one : several);
@@ -27,7 +27,8 @@ function scaleOf(view) {
   const isTheirs = opening.block >= 0 && state.block === opening.block && state.scale === opening.scale;
   if (isTheirs) return ` at loss scale ${scaleInWords(state.scale)}, that of ${stepsInWords}`;
   const isKnown = data.scales.some((/** @type {[number, number | null]} */ [, value]) => value !== null);
-  const last = !isKnown ? "the run's is not known" : `the run's, ${collapsed ? "before it collapsed" : "as last sampled"}${state.scale === own ? "" : `: ${scaleInWords(own)}`}`;
+  const unknown = data.by_hand ? `the gradients as they arrive, with the loop's own scale, ${raised(data.by_hand)}` : "the run's is not known";
+  const last = !isKnown ? unknown : `the run's, ${collapsed ? "before it collapsed" : "as last sampled"}${state.scale === own ? "" : `: ${scaleInWords(own)}`}`;
   return ` at loss scale ${scaleInWords(state.scale)}${view.hasScale ? ` (${last})` : ""}, ${stepsInWords}`;
 }
 

@@ -6,7 +6,7 @@ import { element, isNarrow } from "./dom.js";
 import { clamp } from "./histogram.js";
 import { BESIDE, letters } from "./layout.js";
 import { rowsOf } from "./rows.js";
-import { percent } from "./words.js";
+import { percent, STRIP } from "./words.js";
 
 /** Most rows of a printed table, rows that are made beyond those that are seen, and pixels of a table that has no height yet. */
 const [PRINTED, SPARE, UNSEEN] = [400, 8, 420];
@@ -52,8 +52,8 @@ export class Table {
   get legend() {
     const meanings = this.columns.filter(({ meaning }) => meaning).map(({ words, meaning }) => `${words}: ${meaning}.`);
     const said = ["A row is a tensor, a column a power of two; the darker (in tall rows also the higher), the larger the share of the non-zero elements.",
-      "Hatched on the left: flushed to zero. From there to the dotted line: subnormal. Hatched on the right: overflow.",
-      "■ (an error) or ▲ (a warning): the culprit. ▷: part of a culprit without a tensor of its own, or next to it. ✕ holds infinities, ○ holds NaNs.", ...meanings, "Shares are of what was counted in the sampled steps.",
+      STRIP,
+      "■ (an error) or ▲ (a warning): the culprit. ▷: part of a culprit without a tensor of its own, or next to it.", ...meanings, "Shares are of what was counted in the sampled steps.",
       "Drag the handle of the curve, or the steps below. In the table arrow keys choose a layer; a click opens its own view, Escape closes it."];
     return element("ul", { tabIndex: 0 }, ...said.map((line) => element("li", {}, line)));
   }
@@ -186,9 +186,10 @@ export class Table {
     const head = element("th", { scope: "row", className: `left${row.inside ? " inside" : ""}`, title },
       row.members ? this.switchOf(row, name) : element("bdi", {}, this.shortened(name, row.inside ? 2 : 0)));
     const cells = this.columns.slice(2).map((column) => element("td", { className: column.isWide ? "wide" : "" }));
-    const made = element("tr", {}, head, element("td", { className: "map" }, canvas), ...cells);
+    const why = element("span", { className: "why", hidden: true });
+    const made = element("tr", {}, head, element("td", { className: "map", title: STRIP }, canvas, why), ...cells);
     made.addEventListener("click", () => this.actions.choose(layer));
-    return { row: made, canvas, cells, look: "" };
+    return { row: made, canvas, why, cells, look: "" };
   }
 
   /** The row of a culprit without a tensor of its own: words in place of a strip. @param {string} name */
@@ -233,14 +234,13 @@ export class Table {
     row.classList.toggle("near", !of.members && view.isNear(layer));
     // Where a culprit's own figures are as they should be, words say why it is marked.
     const isSaid = row.classList.contains("marked") && !isNarrow() && cells.every(([, tone]) => !tone || tone === "good");
-    if (isSaid) cells[0] = [view.data.opening.said, "words"];
+    kept.why.hidden = !isSaid;
+    kept.why.textContent = isSaid ? view.data.opening.said : "";
     cells.forEach(([text, tone], column) => {
       const cell = kept.cells[column];
-      const span = isSaid && !column ? cells.length : 1;
-      if (cell.colSpan !== span) cell.colSpan = span;
-      if (cell.hidden !== (isSaid && column > 0)) cell.hidden = !cell.hidden;
       if (cell.textContent !== text) cell.textContent = text;
-      const { isWide, name } = this.columns[column + 2];
+      const { isWide, name, meaning } = this.columns[column + 2];
+      cell.title = meaning;
       const named = [isWide ? "wide" : name, tone, name === this.figure ? "figure" : ""].join(" ");
       if (cell.className !== named) cell.className = named;
     });

@@ -5,10 +5,12 @@ import { align, chart, dragged, LEFT, ticks, TOP } from "./chart.js";
 import { element, entry, key, svg } from "./dom.js";
 import { clamp } from "./histogram.js";
 import { LETTER } from "./layout.js";
-import { number, numberOf, power } from "./words.js";
+import { number, numberOf, power, raised } from "./words.js";
 
 /** Pixels of the height of the strip, and of that of the lost updates. */
 const [HEIGHT, LOST] = [74, 54];
+/** Room below the lowest loss scale for the mark of its fall, as a share of the range of the scales. */
+const FALL_ROOM = 0.5;
 /** A loss scale that falls by less, in powers of two, stays as it is. */
 const ROUNDING = 0.01;
 
@@ -119,11 +121,11 @@ export class Timeline {
     const { step, until, said } = this.view.data.opening;
     if (step === null) return;
     const end = until === null ? right : Math.min(x(until + 1), right);
-    const isLeft = x(step) < (right + LEFT) / 2;
     picture.append(svg("rect", { x: x(step), width: Math.max(end - x(step), 0), y: TOP, height: bottom - TOP, class: "since" }),
       svg("line", { x1: x(step), x2: x(step), y1: TOP, y2: bottom, class: "since" }));
-    const room = isLeft ? right - x(step) : x(step) - LEFT;
-    if (said.length * LETTER < room) picture.append(svg("text", { x: x(step) + (isLeft ? 6 : -6), y: bottom - 5, "text-anchor": isLeft ? "start" : "end", class: "since" }, said));
+    // The steps that are shown lie to the left.
+    const [needs, isLeft] = [said.length * LETTER, said.length * LETTER < right - x(step)];
+    if (isLeft || needs < x(step) - LEFT) picture.append(svg("text", { x: x(step) + (isLeft ? 6 : -6), y: bottom - 5, "text-anchor": isLeft ? "start" : "end", class: "since" }, said));
   }
 
   /** The loss scale, or the largest magnitude of a run that has none, and what happened. @param {number} wide @param {number} high @param {import("./chart.js").Axis} across */
@@ -133,17 +135,19 @@ export class Timeline {
     const values = known.length ? known : [...this.largest.filter((each) => each !== null), ...this.held.map(([, value]) => value)];
     const [least, most] = values.length ? [Math.floor(Math.min(...values)), Math.ceil(Math.max(...values))] : [0, 0];
     const drawn = chart(wide, high, `${known.length ? "The loss scale" : "The largest magnitude"} over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps. ${data.opening.said}`.trim(),
-      across, { ends: [least - 1, most + 1], ticks: values.length ? [...new Set([least, most])] : [], words: power });
+      across, { ends: [least - (this.falls.length ? Math.max(1, FALL_ROOM * (most - least)) : 1), most + 1], ticks: values.length ? [...new Set([least, most])] : [], words: power });
     const { picture, x, y, right, bottom } = drawn;
     if (!values.length) picture.append(svg("text", { x: (LEFT + right) / 2, y: (TOP + bottom) / 2, "text-anchor": "middle" }, "no finite non-zero value was counted"));
     this.shade(drawn, bottom);
     this.since(drawn);
+    // The last step's fall acts after the end.
+    const at = (/** @type {number} */ step) => Math.min(x(step), right);
     const cross = (/** @type {number} */ at) => `M${at - 4} ${TOP - 2}l8 8m0 -8l-8 8`;
     const ring = (/** @type {number} */ at) => `M${at - 4} ${TOP + 2}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0`;
     const share = (/** @type {number} */ each) => bottom - each * (bottom - TOP);
     picture.append(svg("path", { d: this.hasFlushed ? this.pathOf(this.flushed, x, share) : "", class: "curve lost-share" }),
       svg("path", { d: this.pathOf(this.largest, x, y), class: "curve largest" }), ...this.sums(drawn), svg("path", { d: this.path(drawn, across.ends[1]), class: "curve scales" }),
-      ...this.falls.map(([step, value]) => svg("path", { d: `M${x(step) - 4} ${y(value) + 4}h8l-4 7z`, class: "fall" }, svg("title", {}, `step ${number(step)}: the scale fell to ${power(value)}`))),
+      ...this.falls.map(([step, value]) => svg("path", { d: `M${at(step) - 4} ${y(value) + 3}h8l-4 7z`, class: "fall" }, svg("title", {}, `step ${number(step)}: the scale fell to ${power(value)}`))),
       ...data.events.map((/** @type {any} */ event) => svg("g", { class: event.step < (data.opening.step ?? 0) ? "event earlier" : "event" },
         svg("title", {}, event.words), svg("line", { x1: x(event.step), x2: x(event.step), y1: TOP + 6, y2: bottom }),
         svg("path", { d: (event.value === "nan" ? ring : cross)(x(event.step)) }))));
@@ -177,7 +181,7 @@ export class Timeline {
     return scales.map((/** @type {[number, number | null]} */ [step, value], /** @type {number} */ place) => {
       if (value === null) return "";
       const isNew = !place || scales[place - 1][1] === null;
-      return `${isNew ? `M${x(step).toFixed(1)} ` : "V"}${y(value).toFixed(1)}H${x(scales[place + 1]?.[0] ?? end).toFixed(1)}`;
+      return `${isNew ? `M${x(step).toFixed(1)} ` : "V"}${y(value).toFixed(1)}H${x(Math.min(scales[place + 1]?.[0] ?? end, end)).toFixed(1)}`;
     }).join("");
   }
 
@@ -192,13 +196,15 @@ export class Timeline {
   legendOf() {
     const { data, state, hasScrubber, chosen } = this.view;
     const of = chosen ? "of the chosen layer" : "of the worst layer";
+    const counted = data.blocks.at(-1)?.last ?? 0;
+    const until = counted < this.view.lastStep ? `, counted up to step ${number(counted)}` : "";
     const has = (/** @type {string} */ value) => data.events.some((/** @type {any} */ event) => event.value === value);
     return [
       ...(this.known.length ? [key("scales", "loss scale")] : []),
-      ...(this.view.hasScale && !this.known.length ? [entry("the loss scale is not known")] : []),
-      ...(this.largest.some((each) => each !== null) ? [key("largest", `largest magnitude ${chosen ? of : "of any layer"}${data.held.length ? ", of each backward alone" : ""}`)] : []),
+      ...(this.view.hasScale && !this.known.length ? [entry(data.by_hand ? `with the loop's own loss scale, ${raised(data.by_hand)}` : "the loss scale is not known")] : []),
+      ...(this.largest.some((each) => each !== null) ? [key("largest", `largest magnitude ${chosen ? of : "of any layer"}${data.held.length ? ", of each backward alone" : ""}${until}`)] : []),
       ...(this.held.length ? [key("held", "largest magnitude in .grad, their sum")] : []),
-      ...(this.hasFlushed ? [key("lost-share", `flushed, ${of} (0 to 100%)`)] : []),
+      ...(this.hasFlushed ? [key("lost-share", `flushed, ${of} (0 to 100%)${until}`)] : []),
       ...(this.falls.length ? [key("fall", "scale fell")] : []),
       ...(data.skipped ? [entry(`${numberOf(data.skipped, "update")} skipped`)] : []),
       ...(has("inf") ? [key("inf", "first infinity of a step")] : []),

@@ -22,6 +22,9 @@ export const scaleInWords = (exponent) => (Number.isInteger(exponent) && exponen
 /** A text of Python's with its powers of two as this page writes them. @param {string} text */
 export const raised = (text) => text.replace(/\b2\^(-?\d+(?:\.\d+)?)/g, (_, exponent) => power(Number(exponent)));
 
+/** How to read a strip. */
+export const STRIP = "Hatched on the left: flushed to zero. From there to the dotted line: subnormal. Hatched on the right: overflow. A bar at the right end: infinities (✕) and NaNs (○).";
+
 /** @param {number} count */
 export const number = (count) => count.toLocaleString("en");
 
