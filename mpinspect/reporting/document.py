@@ -70,6 +70,7 @@ class Item:
         details: lines below the text.
         names: shown after the text and a colon, separated by commas.
         limit: how many names are shown.
+        tone: of the label.
     """
 
     text: str
@@ -77,6 +78,7 @@ class Item:
     details: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     limit: Limit = ALL
+    tone: Tone = ""
 
 
 @dataclass(frozen=True)

@@ -276,10 +276,11 @@ def _items(block: Items) -> Iterator[str]:
 
 
 def _item(item: Item) -> str:
-    label = filled("<b>{}</b> ", escape(item.label))
+    label = filled(f"<b{_class(item.tone)}>{{}}</b> ", escape(item.label))
     words = escape(item_words(item, page=True))
     if item.details:
-        words = f"<b>{words}</b><ul>{''.join(f'<li>{escape(detail)}</li>' for detail in item.details)}</ul>"
+        words = words if item.tone else f"<b>{words}</b>"
+        words += f"<ul>{''.join(f'<li>{escape(detail)}</li>' for detail in item.details)}</ul>"
     return f"{label}{words}"
 
 

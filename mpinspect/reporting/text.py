@@ -143,8 +143,8 @@ def _items(block: Items) -> Iterator[RenderableType]:
     for item in shown:
         text = Text("- " * block.marked)
         if item.label:
-            text.append(f"{item.label}  ", style="bold")
-        text.append(item_words(item, page=False), style="bold" if item.details else "")
+            text.append(f"{item.label}  ", style=f"bold {STYLES.get(item.tone, '')}")
+        text.append(item_words(item, page=False), style="bold" if item.details and not item.tone else "")
         yield text
         yield from (Padding(Text(detail), (0, 0, 0, len(INDENT))) for detail in item.details)
     yield from _rest(rest)

@@ -121,7 +121,7 @@ def test_a_session_file_holds_the_sums_and_ranks_are_added(tmp_path):
 def test_the_report_has_a_section_only_where_recipes_were_asked_for():
     text = str(train(net(), 2, ["mxfp8", "nvfp4"]).report())
     assert "Recipes of FP8 and FP4" in text
-    assert "Measured in 2 steps, on one call of each of 2 Linear layers" in text
+    assert "Measured in 2 steps, on one call of each of 1 layer and 'head'" in text
     assert "KEEP = {'head', 'unused'}" in text
     assert "Recipes of FP8" not in str(train(net(), 2, ()).report())
 

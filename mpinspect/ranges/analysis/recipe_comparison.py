@@ -8,7 +8,7 @@ It does not judge stochastic rounding, whose flushes have no bias: such operands
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
@@ -127,15 +127,25 @@ class RecipeReport(RendersItself):
         """Input and output features of each module."""
         return {row.module: row.shape for row in self.rows}
 
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The modules without heads and routers, or all if there are no others: the verdict on a recipe is about these."""
+        return tuple(each for each in self.modules if each not in self.heads_and_routers) or tuple(self.modules)
+
     def unserved(self, recipe: TrainingRecipe) -> tuple[str, ...]:
         """Return the modules with a product that the recipe does not serve."""
         place = self.recipes.index(recipe)
         return tuple(dict.fromkeys(row.module for row in self.rows if not row.cells[place].is_served))
 
-    def worst(self, recipe: TrainingRecipe) -> tuple[ProductRow, OperandLoss] | None:
-        """Return the operand rounded to nearest that loses most under a recipe, and its product; None without such an operand."""
-        place = self.recipes.index(recipe)
-        found = ((row, worst) for row in self.rows if (worst := row.cells[place].worst) is not None)
+    def worst(self, recipe: TrainingRecipe, modules: Collection[str] = ()) -> tuple[ProductRow, OperandLoss] | None:
+        """Return the operand rounded to nearest that loses most under a recipe, and its product; None without such an operand.
+
+        Args:
+            recipe: one of the report's.
+            modules: those that are compared; () for ``layers``.
+        """
+        place, among = self.recipes.index(recipe), {*(modules or self.layers)}
+        found = ((row, worst) for row in self.rows if row.module in among and (worst := row.cells[place].worst))
         return max(found, key=lambda each: each[1].loss.lost_l1_share, default=None)
 
     def unsuited(self, recipe: TrainingRecipe) -> tuple[str, ...]:
@@ -174,18 +184,22 @@ class RecipeReport(RendersItself):
         """Return the number of Linear layers that are not kept wide."""
         return len(self.modules) - len(self.not_linear) - len(self.kept_wide(recipe))
 
+    def runnable(self, recipe: TrainingRecipe) -> int:
+        """Return the number of converted Linear layers whose tokens in these batches the kernels take, or torchao pads."""
+        return self.converted(recipe) - (0 if self.pads(recipe) else len(self.uneven(recipe)))
+
     @property
     def advised(self) -> TrainingRecipe | None:
-        """The recipe of torchao that leaves the fewest modules wide; None if it would convert none. See ``best_of``."""
+        """The recipe of torchao that converts the most Linear layers; None if it would convert none. See ``best_of``."""
         return self.best_of(TORCHAO)
 
     def best_of(self, library: str) -> TrainingRecipe | None:
-        """Return the recipe of a library that leaves the fewest modules wide; None if that is none or leaves all of them.
+        """Return the recipe of a library that converts the most Linear layers that can run; None if it would convert none.
 
         Of equals it is the first of the lowest compute capability.
         """
         usable = [recipe for recipe in self.recipes if recipe.name in _TEMPLATES[library] and self.converted(recipe)]
-        return max(usable, key=lambda each: (self.converted(each), -float(each.compute_capability)), default=None)
+        return max(usable, key=lambda each: (self.runnable(each), -float(each.compute_capability)), default=None)
 
     def code(self, recipe: TrainingRecipe | str, library: str = TORCHAO) -> tuple[str, ...]:
         """Return lines of Python that compute ``model`` in a recipe, without the modules to keep wide; () if a library can't.
@@ -211,22 +225,41 @@ class RecipeReport(RendersItself):
         """Whether torchao's code pads the tokens of some layer."""
         return recipe.name in _PADDED and bool(self.uneven(recipe))
 
+    def converted_experts(self, recipe: TrainingRecipe) -> tuple[str, ...]:
+        """Return the experts that a recipe serves and torchao converts.
+
+        None where they are not multiplied by torch's grouped product, nor in FP8, which torchao does not pad, if kernels refuse
+        an expert's tokens.
+        """
+        can_run = all(map(is_grouped, self.functions.values()))
+        if recipe.name not in _OF_EXPERTS or not can_run:
+            return ()
+        if recipe.name == "fp8-rowwise" and self.uneven_experts(recipe):
+            return ()
+        kept = {*self.unserved(recipe), *self.unsuited(recipe)}
+        return tuple(path for path in self.experts if path not in kept)
+
+    def covered(self, recipe: TrainingRecipe) -> int:
+        """Return the number of Linear layers and experts that torchao converts and whose tokens the kernels take."""
+        return self.runnable(recipe) + len(self.converted_experts(recipe))
+
+    @property
+    def advised_for_experts(self) -> TrainingRecipe | None:
+        """The recipe of torchao that converts the most Linear layers and experts; None if none converts experts."""
+        usable = [recipe for recipe in self.recipes if self.converted_experts(recipe)]
+        return max(usable, key=lambda each: (self.covered(each), -float(each.compute_capability)), default=None)
+
     def expert_code(self, recipe: TrainingRecipe) -> tuple[str, ...]:
         """Return lines of Python by which torchao converts the experts of ``model`` that a recipe serves; () if it can't.
 
-        It can't where they are not multiplied by torch's grouped product, nor in FP8, which it does not pad, if kernels refuse an
-        expert's tokens. The parameters are replaced: an optimizer is made afterwards.
+        See ``converted_experts``. The parameters are replaced: an optimizer is made afterwards.
         """
-        template = _OF_EXPERTS.get(recipe.name)
-        kept = {*self.unserved(recipe), *self.unsuited(recipe)}
-        served = [path for path in self.experts if path not in kept]
-        uneven = self.uneven_experts(recipe)
-        can_run = all(map(is_grouped, self.functions.values())) and not (uneven and recipe.name == "fp8-rowwise")
-        if template is None or not served or not can_run:
+        served = self.converted_experts(recipe)
+        if not served:
             return ()
-        *imports, config, call = template
+        *imports, config, call = _OF_EXPERTS[recipe.name]
         lines = [*imports, *_names_kept(served, "EXPERTS"), config]
-        if uneven:
+        if self.uneven_experts(recipe):
             lines.append("config.pad_token_groups_for_grouped_mm = True")
         return (*lines, call)
 

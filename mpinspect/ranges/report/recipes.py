@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mpinspect.numeric.blocks import QuantizationLoss
 from mpinspect.numeric.recipes import HISTORY, TrainingRecipe, is_grouped
-from mpinspect.ranges.analysis.products import modules_named, pattern_of
+from mpinspect.ranges.analysis.products import is_named_head, is_named_router, modules_named, pattern_of
 from mpinspect.ranges.analysis.recipe_comparison import (
     CONV1D_CODE,
     TRANSFORMER_ENGINE,
@@ -32,10 +33,11 @@ from mpinspect.reporting.document import (
     Line,
     Table,
     Tables,
+    Tone,
     section,
 )
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
-from mpinspect.reporting.words import bracketed, by_number, filled, number_of, percent
+from mpinspect.reporting.words import by_number, filled, number_of, percent
 
 #: Rows of products.
 ROWS = Limit(40, 200, "more; all are in JSON")
@@ -44,34 +46,41 @@ _SMALL = 1e-5
 #: A product without a quantised operand.
 _WIDE = "wide"
 _LEGEND = (
-    "fprop: input x weight; dgrad: output's gradient x weight; wgrad: output's gradient x input. A cell: the share of the "
-    "operand that loses most, and that operand from 0.001% on; *: over 1%; {...}: the worst of these layers. An operand may "
-    "lose more in one product than in another, since blocks lie along the dimension that is summed over"
+    "fprop: input x weight; dgrad: output's gradient x weight; wgrad: output's gradient x input. A cell: the largest share that "
+    "an operand rounded to nearest loses, and that operand from 0.001% on; *: over 1%; {...}: the worst of these layers. An "
+    "operand may lose more in one product than in another, since blocks lie along the dimension that is summed over"
 )
 _NOISE_LEGEND = (
-    "; noise: standard deviation of the output's gradient under random rounding, relative to its root mean square"
+    "; noise, in cells without *: standard deviation of the random rounding error of the gradient, relative to the gradient's "
+    "root mean square"
 )
 _WIDE_LEGEND = "; wide: not quantised"
 _JUDGED = (
-    "A recipe fails where flushing to zero takes over 1% of an operand's L1 mass (the sum of magnitudes). The limit is a choice: "
-    "a share just below it is hardly better than one just above. Other batches or weights may lose more or less. Not judged: "
-    "rounding inside the range, the effect on other layers, the trained loss, speed, memory. cc: the least compute capability "
-    "(H100: 9.0, B200: 10.0)."
+    "By range, a recipe fails where flushing to zero takes over 1% of an operand's L1 mass (the sum of magnitudes). The limit is "
+    "a choice: a share just below it is hardly better than one just above. Other batches or weights may lose more or less. Not "
+    "judged: rounding inside the range, the effect on other layers, the trained loss, speed, memory. cc: the least compute "
+    "capability (H100: 9.0, B200: 10.0)."
 )
-_NOT_JUDGED = (
-    "Weights that are not in the table, such as those of convolutions, embeddings and some routers, are neither judged nor "
-    "converted."
+_SEEN = (
+    "Measured on the model's device: each operand of the products above, cast as the recipe would. The model itself computes in "
+    "its own precision, with its weights as they are. A share is of the sums over all measured calls, not of the worst call.",
+    "Weights that are not in the table, such as those of convolutions, embeddings and routers that are no nn.Linear, are neither "
+    "judged nor converted.",
 )
-#: The share of normally distributed values' L1 mass that a recipe flushes.
-NORMAL = {
-    "mxfp4": "0.96% to 1.16% in MXFP4 (depending on their scale)",
-    "nvfp4": "0.39% in NVFP4 (in its weights, whose blocks are 16 x 16, 0.81%)",
+#: The verdicts on a layer, the gravest first.
+_TONES: dict[str, Tone] = {
+    "fails": "warning",
+    "undecided": "unknown",
+    "passes by range": "good",
+    "nothing was measured": "",
 }
+#: The share of normally distributed values' L1 mass that a recipe flushes; MXFP4's depends on their scale.
+NORMAL = {"mxfp4": "0.96% to 1.16%", "nvfp4": "0.39%, as weights 0.81%"}
 
 
 def document(report: RecipeReport) -> Document:
     """Return the report as a document."""
-    layers, batches = _layers(report), number_of(report.batches, "batch")
+    layers, batches = _subject(report), number_of(report.batches, "batch")
     return Document(
         f"Recipes for {report.model}, {layers}, {batches}",
         (
@@ -88,7 +97,7 @@ def in_run(report: RecipeReport | None, session: Session) -> Iterator[Block]:
     """Yield the blocks of a section in the report of a run; none without a report of its recipes."""
     if report is None:
         return
-    layers, steps = _layers(report), number_of(report.batches, "step")
+    layers, steps = _subject(report), number_of(report.batches, "step")
     yield Line(f"Measured in {steps}, on one call of each of {layers}. {_JUDGED}")
     yield from _judgements(report)
     yield from _change(report)
@@ -99,7 +108,13 @@ def in_run(report: RecipeReport | None, session: Session) -> Iterator[Block]:
 
 
 def _layers(report: RecipeReport) -> str:
-    return number_of(len(report.modules), "layer" if report.not_linear else "Linear layer")
+    return number_of(len(report.layers), "layer")
+
+
+def _subject(report: RecipeReport) -> str:
+    """Return the measured modules in words: "16 layers and 'lm_head'"."""
+    others = modules_named(name for name in report.modules if name not in report.layers)
+    return _layers(report) + filled(" and {}", others)
 
 
 def _is_delayed(recipe: TrainingRecipe) -> bool:
@@ -143,55 +158,65 @@ def _judgements(report: RecipeReport) -> Iterator[Block]:
         yield Line(
             f"Operands of {modules_named(report.broken)} hold infinities or NaN; their blocks become NaN and are left out."
         )
-    yield Items(tuple(Item(". ".join(_judgement(report, recipe)), recipe.title) for recipe in report.recipes))
+    yield Items(tuple(_judgement(report, recipe) for recipe in report.recipes))
 
 
-def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[str]:
-    """Yield the sentences on one recipe: its verdict, what its kernels refuse, and the GPU that it needs."""
-    fails, noise, worst = report.unserved(recipe), _noise(report, recipe), _worst(report, recipe)
-    if fails:
-        verdict = f"fails in {len(fails):,} of {_layers(report)}: {worst}"
-    else:
-        verdict = f"undecided: inputs and weights pass, {worst}" if noise else f"passes: {worst}"
+def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> Item:
+    """Return the verdict on one recipe: in how many layers it fails, what its kernels refuse, and the GPU that it needs."""
+    states = _states(report, recipe)
+    verdict, *rest = (f"{state} in {number:,}" for state, number in states.items())
+    verdict = next(iter(states)) if len(states) == 1 and "fails" not in states else f"{verdict} of {_layers(report)}"
+    refused = _refused_tokens(report, recipe)
+    tone = "warning" if refused else _TONES[next(iter(states))]
+    worst = report.worst(recipe)
+    share = "" if worst is None else f": at worst {_share(worst[1])}"
+    text = ", ".join((verdict, *rest)) + share + filled("; its kernels refuse {}", refused)
+    return Item(text, f"{recipe.title}, cc {recipe.compute_capability}", tuple(_reasons(report, recipe)), tone=tone)
+
+
+def _states(report: RecipeReport, recipe: TrainingRecipe) -> dict[str, int]:
+    """Return in how many layers a recipe fails, is undecided and passes, the gravest first, without zeros."""
+    place, fails = report.recipes.index(recipe), {*report.unserved(recipe)}
+    cells = [(row.module, row.cells[place]) for row in report.rows]
+    random = {module for module, cell in cells if any(each.is_stochastic for each in cell.operands)}
+    found = Counter(
+        "fails" if each in fails else "undecided" if each in random else "passes by range" for each in report.layers
+    )
+    return {state: found[state] for state in _TONES if found[state]} or {"nothing was measured": 0}
+
+
+def _reasons(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[str]:
+    """Yield the sentences below a verdict."""
+    worst, noise = report.worst(recipe), _noise(report, recipe)
+    if worst is not None and worst[1].loss.lost_l1_share >= _SMALL:
+        row, operand = worst
+        normal = filled("; normally distributed values lose {}", NORMAL.get(recipe.name))
+        yield f"Worst: {modules_named([row.module])} ({row.product}, {operand.tensor}){normal}."
     if noise:
-        verdict += f"; gradients are rounded at random (noise up to {noise}), which is not judged"
-    yield verdict
-    refused = " and ".join(_refused(report, recipe))
-    if refused:
-        yield f"Its kernels refuse {refused}"
-    yield f"Needs cc {recipe.compute_capability}"
-
-
-def _refused(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[str]:
-    unsuited, uneven = report.unsuited(recipe), report.uneven(recipe)
+        yield (
+            f"Gradients are rounded at random (noise up to {noise}), which is not judged: a layer whose inputs and weights pass "
+            "is undecided."
+        )
+    unsuited = [module for module in report.unsuited(recipe) if module in report.layers]
     if unsuited:
         sizes = {size for module in unsuited for size in report.modules[module] if size % recipe.multiple}
-        yield f"{modules_named(unsuited)} ({_either(sizes)} is no multiple of {recipe.multiple})"
-    if uneven and not report.pads(recipe):
-        yield (
-            f"these batches (wgrad sums over {_either(uneven.values())} tokens in {number_of(len(uneven), 'layer')}, no "
-            f"multiple of {recipe.token_multiple})"
-        )
+        yield f"Its kernels refuse {modules_named(unsuited)} ({_either(sizes)} is no multiple of {recipe.multiple})."
 
 
-def _worst(report: RecipeReport, recipe: TrainingRecipe) -> str:
-    """Return the largest share that an operand rounded to nearest loses, and where."""
-    worst = report.worst(recipe)
-    if worst is None:
-        return "nothing is rounded to nearest"
-    row, operand = worst
-    words = f"at worst {_share(operand)}"
-    if operand.loss.lost_l1_share < _SMALL:
-        return words
-    return words + bracketed(modules_named([row.module]), row.product, operand.tensor)
+def _refused_tokens(report: RecipeReport, recipe: TrainingRecipe) -> str:
+    """Return the tokens that the kernels refuse in these batches: "1,040 tokens in 24 layers (no multiple of 32)"; else ""."""
+    uneven = report.uneven(recipe)
+    if not uneven or report.pads(recipe):
+        return ""
+    where = f"{_either(uneven.values())} tokens in {number_of(len(uneven), 'layer')}"
+    return f"{where} (no multiple of {recipe.token_multiple})"
 
 
 def _noise(report: RecipeReport, recipe: TrainingRecipe) -> str:
-    """Return the largest noise of operands rounded at random; "" without any."""
+    """Return the largest noise of the layers' operands rounded at random; "" without any."""
     place = report.recipes.index(recipe)
-    noises = [
-        each.loss.noise_to_signal for row in report.rows for each in row.cells[place].operands if each.is_stochastic
-    ]
+    rows = [row for row in report.rows if row.module in report.layers]
+    noises = [each.loss.noise_to_signal for row in rows for each in row.cells[place].operands if each.is_stochastic]
     return percent(math.sqrt(max(noises))) if noises else ""
 
 
@@ -203,20 +228,16 @@ def _either(sizes: Iterable[int], limit: int = 3) -> str:
 def _change(report: RecipeReport) -> Iterator[Block]:
     recipe, of_engine = report.advised, _by_engine(report)
     yield from _of_others(report)
-    if recipe is None:
-        yield Line("As it is, the model has no layer that torchao would convert in these recipes.")
-    else:
+    if recipe is not None:
         yield Line(
             f"{_converts(report, recipe)}. {_as_many(report, recipe)}{_on_tokens(report, recipe)}Run this before FSDP and the "
             "optimizer, then torch.compile the model:"
         )
         yield Code("\n".join(report.code(recipe)))
         yield from _in_torchtitan(report, recipe)
-    if report.heads_and_routers:
-        names = modules_named(report.heads_and_routers)
-        yield Line(
-            f"Heads and routers are not converted, whatever they lose, as published recipes leave them in BF16: {names}."
-        )
+    elif report.advised_for_experts is None:
+        yield Line("As it is, the model has no layer that torchao would convert in these recipes.")
+    yield from _of_heads(report)
     yield from _of_experts(report)
     if of_engine is None:
         return
@@ -230,6 +251,23 @@ def _change(report: RecipeReport) -> Iterator[Block]:
         yield Code("\n".join(config))
 
 
+def _of_heads(report: RecipeReport) -> Iterator[Block]:
+    """Yield which heads and routers stay wide, and the most that a recipe takes of them."""
+    names = report.heads_and_routers
+    if not names:
+        return
+    kinds = {"Heads": any(map(is_named_head, names)), "Routers": any(map(is_named_router, names))}
+    who = " and ".join(kind for kind, is_there in kinds.items() if is_there).capitalize()
+    found = [(each[1], recipe) for recipe in report.recipes if (each := report.worst(recipe, names))]
+    operand, recipe = max(found, key=lambda each: each[0].loss.lost_l1_share, default=(None, None))
+    lost = ""
+    if operand is not None and recipe is not None and operand.loss.lost_l1_share >= _SMALL:
+        lost = f" (at worst {_share(operand)}, in {recipe.title})"
+    yield Line(
+        f"{who} are not converted, whatever they lose, as published recipes leave them in BF16: {modules_named(names)}{lost}."
+    )
+
+
 def _by_engine(report: RecipeReport) -> TrainingRecipe | None:
     """Return TransformerEngine's recipe that converts more layers than any of torchao's."""
     recipe, of_engine = report.advised, report.best_of(TRANSFORMER_ENGINE)
@@ -239,7 +277,8 @@ def _by_engine(report: RecipeReport) -> TrainingRecipe | None:
 
 
 def _on_other_code(report: RecipeReport) -> Iterator[Block]:
-    others = [] if report.advised is None else _others(report, report.advised)
+    shown = (report.advised, report.advised_for_experts)
+    others = [] if report.advised is None else [each for each in _others(report, report.advised) if each not in shown]
     if others:
         yield Line(f"Code for another recipe: print('\\n'.join(report.code('{others[-1].name}'))).")
 
@@ -266,15 +305,15 @@ def _converts(report: RecipeReport, recipe: TrainingRecipe) -> str:
 
 def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
     """Return which other recipes of torchao convert as many layers, and why this one was chosen."""
-    others = [each.title for each in _others(report, recipe) if report.converted(each) == report.converted(recipe)]
+    others = [each.title for each in _others(report, recipe) if report.covered(each) == report.covered(recipe)]
     form = by_number(len(others), "{} covers as many", "{} cover as many")
-    reason = "flushing can't tell which is better, so this is the first of the lowest cc. "
-    return filled(f"{form}: {reason}", ", ".join(others))
+    reason = f"Flushing can't rank them: of those for cc {recipe.compute_capability}, this one was named first. "
+    return filled(f"{form}. {reason}", ", ".join(others))
 
 
 def _others(report: RecipeReport, recipe: TrainingRecipe) -> list[TrainingRecipe]:
-    """Return the other recipes that convert a layer by torchao."""
-    return [each for each in report.recipes if each != recipe and report.code(each) and report.converted(each)]
+    """Return the other recipes that convert a layer by torchao whose kernels take these batches."""
+    return [each for each in report.recipes if each != recipe and report.code(each) and report.runnable(each)]
 
 
 def _on_tokens(report: RecipeReport, recipe: TrainingRecipe) -> str:
@@ -303,7 +342,7 @@ def _of_experts(report: RecipeReport) -> Iterator[Block]:
         )
         return
     start += ", multiplied by torch._grouped_mm in these batches"
-    recipe = next((each for each in report.recipes if report.expert_code(each)), None)
+    recipe = report.advised_for_experts
     tokens = max((report.uneven_experts(each) for each in report.recipes if each.name == "fp8-rowwise"), default=0)
     if tokens:
         start += f". An expert had {tokens:,} tokens: no multiple of 16, and torchao 0.18 can't pad them in FP8 rowwise"
@@ -312,10 +351,19 @@ def _of_experts(report: RecipeReport) -> Iterator[Block]:
         return
     pads = "padded, " * bool(report.uneven_experts(recipe))
     needs = {"fp8-rowwise": "9.0 or 10.0"}.get(recipe.name, recipe.compute_capability)
-    yield Line(
-        f"{start}. Run before the optimizer is made, this computes that product in {recipe.title} ({pads}cc {needs}):"
-    )
-    yield Code("\n".join(report.expert_code(recipe)))
+    code, advised = report.expert_code(recipe), report.advised
+    if advised not in (None, recipe) and report.converted(recipe):
+        number = report.converted(recipe) + len(report.converted_experts(recipe))
+        yield Line(
+            f"{start}. Without cc {needs}, stop after the code above. With cc {needs}, {recipe.title} covers {number:,} of "
+            f"{_layers(report)}. {_on_tokens(report, recipe)}Run this instead, before the optimizer is made:"
+        )
+        code = (*report.code(recipe), *code)
+    else:
+        yield Line(
+            f"{start}. Run before the optimizer is made, this computes that product in {recipe.title} ({pads}cc {needs}):"
+        )
+    yield Code("\n".join(code))
 
 
 def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Block]:
@@ -329,7 +377,7 @@ def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Blo
 
 
 def _notes(report: RecipeReport) -> Iterator[str]:
-    yield _NOT_JUDGED
+    yield from _SEEN
     by_torchao = report.advised is not None or any(map(report.expert_code, report.recipes))
     uses = {"torchao 0.18": by_torchao, "TransformerEngine 2.20": _by_engine(report) is not None}
     libraries = [library for library, is_used in uses.items() if is_used]
@@ -338,9 +386,6 @@ def _notes(report: RecipeReport) -> Iterator[str]:
             f'The code is for {" and ".join(libraries)}. Afterwards, the report of "mpinspect run SCRIPT" states which products '
             "are really computed in FP8 or FP4."
         )
-    normal = [NORMAL[recipe.name] for recipe in report.recipes if recipe.name in NORMAL]
-    if normal:
-        yield f"Normally distributed values lose {', '.join(normal)}."
     caveats = [f"of {recipe.title}, {', '.join(recipe.caveats)}" for recipe in report.recipes if recipe.caveats]
     if caveats:
         yield f"Not simulated: {'; '.join(caveats)}."
@@ -380,9 +425,10 @@ def _cell(cells: list[RecipeCell]) -> Cell:
     )
     noises = [each.loss.noise_to_signal for cell in cells for each in cell.operands if each.is_stochastic]
     figures = [] if nearest is None else [_figure(nearest)]
+    if nearest is not None and not nearest.is_served:
+        return Cell(_figure(nearest), "warning")
     figures += [f"noise {percent(math.sqrt(noise))}" for noise in sorted(noises)[-1:]]
-    is_served = nearest is None or nearest.is_served
-    return Cell(", ".join(figures) or _WIDE, "" if is_served else "warning")
+    return Cell(", ".join(figures) or _WIDE)
 
 
 def _figure(operand: OperandLoss) -> str:
