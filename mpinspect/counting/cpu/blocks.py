@@ -504,7 +504,7 @@ def _generate_add(way: _Way, context: Any, builder: Any, signature: Any, argumen
             code.store(builder.bitcast(is_edge, I16), builder.add(edges, builder.add(turn, turn)), 0)
         return [builder.or_(any_edge, builder.zext(is_edge, Words)), *beyond]
 
-    any_edge, *beyond = code.loop(turns, [zero, *[constant(I64, 0)] * (len(_CUTS) if way.higher else 0)], body)
+    any_edge, *beyond = code.loop(turns, [zero, *[constant(I64, 0)] * (len(_CUTS) * way.higher)], body)
     for c, total in enumerate(beyond):
         code.store(builder.add(code.load(over, 8 * c, I64), total), over, 8 * c)
     return builder.zext(code.operation("vector.reduce.or", any_edge, result=I32), I64)
@@ -516,8 +516,7 @@ def _shift(context: Any, code: Code, side: str) -> Callable[[Any, Any], Any]:
 
     def by_shift(words: Any, number: Any) -> Any:
         inside = builder.icmp_unsigned("<", number, constant(Words, planes.WINDOW))
-        shifted = (builder.shl if side == "l" else builder.lshr)(words, number)
-        return builder.select(inside, shifted, constant(Words, 0))
+        return builder.select(inside, {"l": builder.shl, "r": builder.lshr}[side](words, number), constant(Words, 0))
 
     def by_instruction(words: Any, number: Any) -> Any:
         return code.operation(f"x86.avx512.ps{side}lv.d", words, number, suffix="512")
@@ -1032,7 +1031,7 @@ def _add_blocks(given: Any, first: Any, last: Any, tile: Any, counting: Any, fou
             # So many tiles at once that the memory is read all the time.
             kernels.add_float32(counting, words, blocks * given[_PADDED])
         is_copy, is_alone = words == _place(tile.words), is_apart or not given[_EXPONENTS]
-        _add_tiles(tile, words, blocks, vectors, 0 if is_copy else _AHEAD, found, counting, is_alone)
+        _add_tiles(tile, words, blocks, vectors, _AHEAD * (not is_copy), found, counting, is_alone)
         first += blocks
 
 

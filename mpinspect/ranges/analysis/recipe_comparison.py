@@ -186,7 +186,7 @@ class RecipeReport(RendersItself):
 
     def runnable(self, recipe: TrainingRecipe) -> int:
         """Return the number of converted Linear layers whose tokens in these batches the kernels take, or torchao pads."""
-        return self.converted(recipe) - (0 if self.pads(recipe) else len(self.uneven(recipe)))
+        return self.converted(recipe) - len(self.uneven(recipe)) * (not self.pads(recipe))
 
     @property
     def advised(self) -> TrainingRecipe | None:

@@ -82,7 +82,7 @@ def _wrapped(original: Any, name: str) -> Any:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (id(self), name) in _inside:
             return original(self, *args, **kwargs)
-        given = args[0] if args else kwargs.get(argument)
+        given = next(iter(args), kwargs.get(argument))
         _inside.add((id(self), name))
         try:
             for listener in tuple(_listeners) if before else ():

@@ -103,10 +103,10 @@ def trouble(diff: RangeDiff) -> str:
         return f"Neither is healthy, in the same way: {other}."
     if one and other:
         return f"Neither is healthy. A: {one}; B: {other}."
-    name = "A" if one else "B"
-    settings = _settings_of_broken(diff)
-    said = f"{name} alone is not healthy"
-    return f"{said}. {settings} {name}: {one or other}." if settings else f"{said}: {one or other}."
+    name, settings = ("A", "B")[not one], _settings_of_broken(diff)
+    if settings:
+        return f"{name} alone is not healthy. {settings} {name}: {one or other}."
+    return f"{name} alone is not healthy: {one or other}."
 
 
 def _broken_alone(diff: RangeDiff) -> str:
@@ -124,7 +124,7 @@ def _settings_of_broken(diff: RangeDiff) -> str:
     first = ""
     if _undoes(diff):
         those = by_number(len(may_break), "this", "these")
-        first = f" Undo {those} first." if name == "B" else f" Take {those} of B first."
+        first = {"A": f" Take {those} of B first.", "B": f" Undo {those} first."}[name]
     return f"Settings that differ: {shown}{and_more(len(may_break) - _IN_HEADLINE)}.{first}"
 
 

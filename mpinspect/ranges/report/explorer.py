@@ -178,8 +178,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
 
 def _scales(session: Session) -> tuple[ScaleChange, ...]:
     """Return the changes of the loss scale with the one that follows from the last skipped step."""
-    fall = session.last_fall()
-    return (*session.scale_history(), *((fall,) if fall is not None else ()))
+    return (*session.scale_history(), *filter(None, [session.last_fall()]))
 
 
 def _by_hand(report: RangeReport) -> str:

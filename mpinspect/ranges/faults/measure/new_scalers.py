@@ -166,6 +166,6 @@ class BesideScaler(Measuring):
     def _remember(self, optimizer: torch.optim.Optimizer, skipped: bool) -> None:
         # Under a dispatch mode, foreach operators such as those of zero_grad raise no version.
         held = (each for each in self._optimizers.parameters(optimizer) if is_plain(each.parameter.grad))
-        first = next(held, None) if self.at_work and not hides_modes() else None
-        if first is not None and (gradient := first.parameter.grad) is not None:
+        first = self.at_work and not hides_modes() and next(held, None)
+        if first and (gradient := first.parameter.grad) is not None:
             self._had[optimizer] = self._clock.step, skipped, first, gradient._version, reference(gradient)

@@ -938,7 +938,7 @@ def _rounded(number: float, dtype: torch.dtype) -> tuple[float, float, float] | 
     rounded = float(value)
     if not math.isfinite(rounded) or rounded == number or rounded != round(rounded):
         return None
-    nearest = (value.view(torch.int16) + (-1 if abs(number) < abs(rounded) else 1)).view(dtype)
+    nearest = (value.view(torch.int16) + (1 - 2 * (abs(number) < abs(rounded)))).view(dtype)
     return number, rounded, math.copysign(float(nearest), number)
 
 

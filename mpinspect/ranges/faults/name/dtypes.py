@@ -203,7 +203,7 @@ def _gradients_refused(case: Case) -> Iterator[Found]:
         {"names": half},
         _Refused.TRAIN_IN_FP32,
         _Refused.CAST_TRAINED,
-        layer=half[0] if half else "",
+        layer="".join(half[:1]),
         step=error.step,
     )
 

@@ -290,8 +290,10 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
         return
     bound = _bound_of(born, case)
-    origin = None if bound else _origin(born)
-    fix, code = (_Born.BOUND_IN_FP32, _Born.CAST_BEFORE) if bound else _remedy(born, origin)
+    origin = _origin(born)
+    fix, code = _remedy(born, origin)
+    if bound:
+        origin, fix, code = None, _Born.BOUND_IN_FP32, _Born.CAST_BEFORE
     if not bound and origin is None and born.name and born.names[0] == "addmm" and code is _Born.CAST_ON:
         code = LayerInFP32.of(case.precision)
     phase = born.names[2]
@@ -340,7 +342,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
 def _bound_of(born: BornInfinite, case: Case) -> RoundedArgument | None:
     """Return the argument of an infinite operator, or of its gradient, that is a rounded bound or epsilon of the script."""
     same = (each for each in case.recorded(RoundedArgument) if each.bound is not None and each.step == born.step)
-    return None if born.largest else next((each for each in same if each.names[:2] == born.names[:2]), None)
+    return next((each for each in same if not born.largest and each.names[:2] == born.names[:2]), None)
 
 
 def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iterator[Found]:
@@ -382,7 +384,7 @@ def _remedy(born: BornInfinite, origin: BornInfinite | None) -> tuple[Said, Said
     operator = born.names[0]
     is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
     # The operators that take a large result would round it again.
-    casts = (_Born.CAST_INPUTS, _Born.CAST_BOTH) if not born.largest else (_Born.CAST_ON, _Born.CAST_BOTH_ON)
+    casts = ((_Born.CAST_INPUTS, _Born.CAST_BOTH), (_Born.CAST_ON, _Born.CAST_BOTH_ON))[bool(born.largest)]
     cast = casts[origin is not None]
     if origin is not None and born.largest:
         return (_Born.FROM_NEAR_IN_FP32, _Born.SUBTRACT_LARGEST.when(origin.names[0].startswith("exp"))), cast
