@@ -296,7 +296,7 @@ class Event:
             place = repr(self.module)
         elif self.what in LOSSES:
             place = "the loss"
-        return f"after {place}" if self.after else place
+        return f"the code after {place}" if self.after else place
 
     @property
     def quantity(self) -> str:

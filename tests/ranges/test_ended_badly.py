@@ -396,8 +396,8 @@ def test_a_run_of_infinite_losses_alone_names_the_loss() -> None:
 def test_a_non_finite_gradient_of_the_loss_is_placed_after_the_last_module() -> None:
     inspector = _trained(broken_at=4, broken=_of_infinite_slope)
     event = inspector.session().events[0]
-    assert (event.module, event.after, event.place) == ("2", True, "after '2'")
-    assert first_line(event) == "step 4, backward, after '2', first NaN, outputs finite"
+    assert (event.module, event.after, event.place) == ("2", True, "the code after '2'")
+    assert first_line(event) == "step 4, backward, the code after '2', first NaN, outputs finite"
     finding = next(each for each in _unexplained(inspector) if "backward" in each.message)
     assert "the gradient that arrived at the output of '2' held a NaN already" in finding.message
     assert "the code after '2', first at the loss" in finding.fix

@@ -100,7 +100,7 @@ def test_a_culprit_of_a_kind_that_was_not_counted_shows_the_nearest_kind_and_say
         (
             {"module": "blocks.1.fc2", "tensor": "blocks.1.fc2", "after": True},
             ["blocks.1.fc2"],
-            "after 'blocks.1.fc2'",
+            "the code after 'blocks.1.fc2'",
             True,
         ),
     ],

@@ -538,7 +538,7 @@ def _common_place(events: Sequence[Event]) -> str:
     module, is_after = places.pop()
     if places or not module:
         return ""
-    return f" after {module!r}" if is_after else f" in {module!r}"
+    return f" in the code after {module!r}" if is_after else f" in {module!r}"
 
 
 def _despite(scales: Sequence[float]) -> str:
