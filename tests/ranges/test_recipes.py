@@ -383,7 +383,10 @@ def test_torchaos_code_for_experts_is_printed_where_it_changes_their_products(fo
     assert bool(mxfp8) == (not torch.equal(model(x), expected))
     if form == "grouped":
         assert "An expert had 40 tokens: no multiple of 16, and torchao 0.18 can't pad them in FP8 rowwise" in text
-        assert "Without cc 10.0, stop after the code above. With cc 10.0, MXFP8 covers 2 of 2 layers." in text
+        assert (
+            "Without cc 10.0, stop after the code above. With cc 10.0, MXFP8 covers 2 of 2 layers, and pads the tokens of experts."
+            in text
+        )
         # FP8 rowwise covers the Linear alone.
         assert "as many" not in text
         # One code converts all that MXFP8 serves.
@@ -599,8 +602,8 @@ def test_tokens_that_kernels_take_are_named() -> None:
     assert report.advised is report.recipes[1]
     text = " ".join(str(report).split())
     assert (
-        "FP8 rowwise covers 2 of 2 layers. MXFP8 with wide wgrad, FP8 tensorwise cover as many. Flushing can't rank them: of "
-        "those for cc 8.9, this one was named first." in text
+        "FP8 rowwise covers 2 of 2 layers. MXFP8 with wide wgrad, FP8 tensorwise cover as many. Flushing can't rank them: "
+        "this is the first one for cc 8.9 that was compared." in text
     )
     assert "Its kernels take these batches (wgrad sums over 48 tokens)." in text
     assert "Code for another recipe: print('\\n'.join(report.code('fp8-tensorwise')))." in text

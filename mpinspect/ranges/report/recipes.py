@@ -307,7 +307,7 @@ def _as_many(report: RecipeReport, recipe: TrainingRecipe) -> str:
     """Return which other recipes of torchao convert as many layers, and why this one was chosen."""
     others = [each.title for each in _others(report, recipe) if report.covered(each) == report.covered(recipe)]
     form = by_number(len(others), "{} covers as many", "{} cover as many")
-    reason = f"Flushing can't rank them: of those for cc {recipe.compute_capability}, this one was named first. "
+    reason = f"Flushing can't rank them: this is the first one for cc {recipe.compute_capability} that was compared. "
     return filled(f"{form}. {reason}", ", ".join(others))
 
 
@@ -349,19 +349,21 @@ def _of_experts(report: RecipeReport) -> Iterator[Block]:
     if recipe is None:
         yield Line(f"{start}.")
         return
-    pads = "padded, " * bool(report.uneven_experts(recipe))
+    is_padded = bool(report.uneven_experts(recipe))
     needs = {"fp8-rowwise": "9.0 or 10.0"}.get(recipe.name, recipe.compute_capability)
     code, advised = report.expert_code(recipe), report.advised
     if advised not in (None, recipe) and report.converted(recipe):
         number = report.converted(recipe) + len(report.converted_experts(recipe))
         yield Line(
             f"{start}. Without cc {needs}, stop after the code above. With cc {needs}, {recipe.title} covers {number:,} of "
-            f"{_layers(report)}. {_on_tokens(report, recipe)}Run this instead, before the optimizer is made:"
+            f"{_layers(report)}{', and pads the tokens of experts' * is_padded}. {_on_tokens(report, recipe)}Run this instead, "
+            "before the optimizer is made:"
         )
         code = (*report.code(recipe), *code)
     else:
         yield Line(
-            f"{start}. Run before the optimizer is made, this computes that product in {recipe.title} ({pads}cc {needs}):"
+            f"{start}. Run before the optimizer is made, this computes that product in {recipe.title} "
+            f"({'padded, ' * is_padded}cc {needs}):"
         )
     yield Code("\n".join(code))
 
@@ -373,7 +375,7 @@ def _in_torchtitan(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[Blo
         yield Line(f"For torchtitan there is no such list: {error}.")
     else:
         if names:
-            yield Line(f"In torchtitan: filter_fqns={list(names)!r}.")
+            yield Line(f"In torchtitan, if its modules have these names: filter_fqns={list(names)!r}.")
 
 
 def _notes(report: RecipeReport) -> Iterator[str]:
