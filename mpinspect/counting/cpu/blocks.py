@@ -449,14 +449,14 @@ def _adder(way: _Way) -> Any:
         Args:
             numbers, limits: addresses of the vectors' numbers, and of their limits.
             lower: address of the first sixteen columns to fill; each turn fills the next sixteen.
-            edges: address of uint16s for the lanes with edges, one a turn. PLAIN: the distance of the first bit instead.
+            edges: address of uint16s for the lanes with edges, one a turn. If ``way`` is plain: the distance of the first bit.
             over: where ``way`` is higher, address of int64s, to which the numbers of values beyond each cut are added.
-            ahead: address to prefetch from, as many lines as there are vectors; not with PLAIN.
+            ahead: address to prefetch from, as many lines as there are vectors, unless ``way`` is plain.
             exponents: address of the first sixteen columns of the lower planes of exponents, if ``way`` adds to them.
             lowest: their lowest exponent field.
 
         Returns:
-            int64, non-zero if an edge was found: a power of two, or with exponents a value near the next one.
+            int64, non-zero if an edge was found: a power of two, or a value near the next one.
         """
         return types.int64(*[types.int64] * 10), lambda *arguments: _generate_add(way, *arguments)
 
@@ -712,6 +712,7 @@ def _add_classes(words: Any, ahead: Any, listed: Any, sets: Any, found: Any, mos
 
 @compiled
 def _window_at(window: Any) -> Any:
+    """Return the window at an address."""
     return kernels.carray(pointer(window, np.int64(0)), (_IN_WINDOW + planes.WINDOW,))
 
 

@@ -98,7 +98,7 @@ class Masters:
         #: The ids of foreign tensors (not the model's) that had a gradient when an optimizer stepped.
         self._stepped: set[int] = set()
         #: The places of foreign tensors' gradients when an optimizer began to step.
-        self._places: weakref.WeakKeyDictionary[_Optimizer, list[object]] = weakref.WeakKeyDictionary()
+        self._places: weakref.WeakKeyDictionary[_Optimizer, list[tuple[int, int] | None]] = weakref.WeakKeyDictionary()
         self._searches: weakref.WeakKeyDictionary[_Optimizer, int] = weakref.WeakKeyDictionary()
         #: The searches whose values are still being copied to the host, and the ids of their optimizers.
         self._arrivals = Arrivals()
@@ -182,13 +182,18 @@ class Masters:
 
     def optimizer_steps(self, optimizer: _Optimizer) -> None:
         """Remember which foreign tensors have a gradient; the tensors of a replaced layer have none."""
-        self._stepped.update(id(each) for each in self._foreign(optimizer) if each.grad is not None)
-        self._places[optimizer] = self._gradients_places(optimizer)
+        foreign = [*self._foreign(optimizer)]
+        self._stepped.update(id(each) for each in foreign if each.grad is not None)
+        self._places[optimizer] = _gradients_places(foreign)
 
     def writes_gradients(self, optimizer: _Optimizer) -> bool:
         """Return whether an optimizer has written gradients of foreign tensors within its step: it used no earlier ones."""
-        pairs = zip(self._places.get(optimizer, ()), self._gradients_places(optimizer), strict=False)
-        return any(now is not None and now != before for before, now in pairs)
+        before = self._places.get(optimizer)
+        # Most optimizers have no foreign tensors, and this is asked at every step.
+        if not before:
+            return False
+        pairs = zip(before, _gradients_places(self._foreign(optimizer)), strict=False)
+        return any(now is not None and now != then for then, now in pairs)
 
     def idle(self) -> int:
         """Return the number of foreign tensors in the optimizers that never had a gradient at a step."""
@@ -212,10 +217,6 @@ class Masters:
         foreign = samples((str(id(each)), each) for each in self._foreign(optimizer))
         return foreign, samples((watched.name, watched.parameter) for watched in self._without_master())
 
-    def _gradients_places(self, optimizer: _Optimizer) -> list[object]:
-        gradients = (each.grad for each in self._foreign(optimizer))
-        return [None if grad is None else (id(grad), grad._version) for grad in gradients]
-
     def _foreign(self, optimizer: _Optimizer) -> Iterator[torch.nn.Parameter]:
         own = {id(watched.parameter) for watched in self._optimizers.parameters(optimizer)}
         for group in optimizer.param_groups:
@@ -236,3 +237,9 @@ class Masters:
 def _key(tensor: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> object:
     """Return the key that a master and its weight share: the shape, and values rounded to the weight's dtype."""
     return tuple(tensor.shape), dtype, tuple(values.to(dtype).tolist())
+
+
+def _gradients_places(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int] | None]:
+    """Return the id and the version of each tensor's gradient; None without one."""
+    gradients = (each.grad for each in tensors)
+    return [None if grad is None else (id(grad), grad._version) for grad in gradients]
