@@ -1429,6 +1429,11 @@ def quiet(report, id):
     assert not named(report, id), [str(finding) for finding in report.findings]
 
 
+def test_for_a_row_of_zeros_in_fp32_no_cast_to_fp32_is_advised():
+    (finding,) = named(zero_row(True), "zero-row-normalized")
+    assert "FP" not in finding.fix
+
+
 def test_a_loop_that_unscales_into_its_masters_needs_no_scaler():
     def loss_of(model, x, y, step):
         return nn.functional.cross_entropy(model(x).float(), y) * (1e6 if step == 5 else 1)

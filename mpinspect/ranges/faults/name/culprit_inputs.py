@@ -230,7 +230,8 @@ class _ZeroRow(Sentences):
         "{when} the weight is all zeros, and the output is NaN although the input is finite: each row of the weight was divided "
         "by its own largest magnitude (a scale for FP8) or norm, which is zero. 0/0 is NaN."
     )
-    ADD_EPSILON = (
+    BOUND = "Bound the divisor from below."
+    BOUND_IN_FP32 = (
         "Bound the divisor from below, in FP32: FP16 rounds an epsilon below 3e-8 to zero, and the gradient of a division by a "
         "slightly larger one overflows."
     )
@@ -259,9 +260,8 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
         words, is_inferred = {"places": bracketed(_rows(measured))}, bool(measured.name)
         is_weight = measured.text.endswith("weight")
         says, code = _ZeroRow.WEIGHT.when(is_weight) or _ZeroRow.DIVIDED, _ZeroRow.CLAMP_SCALE.when(is_weight)
-        yield _examined(
-            case, measured, [says], _ZeroRow.ADD_EPSILON, code or _ZeroRow.CLAMP, words, is_inferred=is_inferred
-        )
+        fix = _ZeroRow.BOUND_IN_FP32.when(run_format(case.session) == FLOAT16) or _ZeroRow.BOUND
+        yield _examined(case, measured, [says], fix, code or _ZeroRow.CLAMP, words, is_inferred=is_inferred)
         return
 
 
