@@ -16,7 +16,7 @@ _MANGLED = re.compile(r"L[a-z]n?\d*E|DF\d+[b_x]?|[ST][0-9A-Z]*_|(\d+)(?=[A-Za-z_
 _ARGUMENTS_OF_PYTHON = re.compile(r"_object_at_|(?<=kernel)_tensorptr")
 #: Before that: a method, its module's path without dots, and its class. The path gives only the file's location.
 _METHOD_OF_CLASS = re.compile(
-    r"kernel_cutlass_(\w+?(?=___main__)|(?:[a-z0-9_]*?_)??kernel(?:_impl)?|)[a-z0-9_]*?_*([A-Z]\w*?)_object_at_"
+    r"kernel_cutlass_(\w+?(?=___main__)|(?:[a-z0-9_]*?_)??kernel(?:_impl)?|)[a-z0-9_]*?_*([A-Z]\w*?)_(?:object_at_|o?b?j?e?c?t?_?a?t?$)"
 )
 #: Where a word begins within a class's name: SparseMLADecode, Sm100Gemm, MoESwap.
 _WORD = re.compile(r"(?<=[a-z0-9])(?!(?<=Mo)E)(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
