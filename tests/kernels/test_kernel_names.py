@@ -396,6 +396,8 @@ def test_a_name_without_end_gets_a_verdict(part):
             "convolution",
         ),
         ("flashinfer::comm::ulysses_pcie::UlyssesPcieBarrier(unsigned long *)", "other", "communication"),
+        ("void dpsk::ep::internode::dispatch<false, 8, true, 8>(int4*)", "other", "communication"),
+        ("implicit_convolveNd_sgemm", "off", "convolution"),
         ("my_tile_a1t16880_kernel", "unknown", "gemm"),
         ("gemm_fp16_fp16_fp16_fp32_accumulate", "unknown", "gemm"),
         ("bmm_Bfloat16_E2m1E2m1_Fp32_bA16_bB16_", "native", "gemm"),
@@ -421,6 +423,14 @@ def test_kinds(name, verdict, kind):
         # Tables cut CuTe names after the class; the path before it is still no evidence.
         ("kernel_cutlass_kernel_flash_attncutecu_blocks_kernelCuSeqlensToBlocksKernel_objec", "other"),
         ("kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_obj", "helper"),
+        # A product's namespace makes no product of a function that computes none.
+        ("void dpsk::grouped_gemm::cuda::utils::transpose<512, 128, 4, 4>(unsigned char const*)", "helper"),
+        ("void moe::dev::activation::activationDeepSeekKernel<moe::dev::activation::KernelParams<float>>(P)", "helper"),
+        # Words that only capitals separate; those of a mangled name too.
+        ("sumChannelsNCHWKernel", "other"),
+        ("_Z9AddKerneliPdS_", "other"),
+        ("void dgl::aten::cuda::SpMMCooKernel<int, float, BinaryMul<float>>(P)", "unknown"),
+        ("duplicateWithKeys(int)", "unknown"),
     ],
 )
 def test_parts_of_names_that_mislead(name, verdict):

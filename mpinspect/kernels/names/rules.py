@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from mpinspect.kernels.names.spelling import Spelling
+from mpinspect.kernels.names.spelling import Spelling, with_words_apart
 
 #: Version of the rules, included in every report; change it with every change to the rules.
 RULES_VERSION = "2026.16"
@@ -90,7 +90,7 @@ PRODUCT_WORDS = (
 HELPER_WORDS = (
     r"(?<!all)(?<!all_)reduc(?!e_?scatter)|per_token_group_quant|finali[sz]e|(?<!chunk_)pre_?process|post_?process|prep_|metadata|repack|prepack"
     r"|_to_marlin|workspace|fixup|align_?block|permut|indices|_ids|expert_id_|histogram|prefix_?sum|sort|top_?k|merge_?(?:states?|attn|vec|kernel|q(?![a-z]))"
-    r"|kernel_stage2|decode_stage2|vsm_stage2|_odo_|moe_activation|activation::|_args|convert|(?<!broad)cast_|(?:store|append|write|copy|update|concat|quant|and|cat)\w*cache"
+    r"|kernel_stage2|decode_stage2|vsm_stage2|_odo_|_args|convert|(?<!broad)cast_|(?:store|append|write|copy|update|concat|quant|and|cat)\w*cache"
     r"|cache_(?:copy|store|update)|_trans_|attentionsum|advance_step|smooth|mask_to|mask_kernel|softmax(?!_gemm)|dequant|layout|(?<!pre)shuffle"
     r"|rope|rotary|aux_loss|norm_kernel|_helper|moe_sum|expand_?(?:input|to)|strides|expert_?map|qkvzba|_cat_kernel|_info"
     r"|(?:pre|post)_attn|(?<!gemm_)(?:moe|experts?)_combine|memcpy|memset|(?<![a-z])cop(?:y|ies)(?![a-z])|prefill_cache"
@@ -184,11 +184,11 @@ FAMILIES = (
         "other",
         "communication",
         "ccl nvshmem shmem reduce gather cross_device multimem userbuffers deep_ep alltoall all_to_all fusion_kernel p2p "
-        "inter_node intra_node comm::",
+        "node comm::",
         "communication between GPUs",
         "traces; NCCL, RCCL, NVSHMEM, DeepEP, TransformerEngine",
         "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevComm*)",
-        r"(?<![a-z])(?:n|r|ms|one|h)ccl|shmem|all_?reduce|reduce_?scatter|all_?gather|cross_device|multimem|userbuffers|deep_ep|all_?to_?all|p2p|int(?:er|ra)_node|(?<![a-z])comm::",
+        r"(?<![a-z])(?:n|r|ms|one|h)ccl|shmem|all_?reduce|reduce_?scatter|all_?gather|cross_device|multimem|userbuffers|deep_ep|all_?to_?all|p2p|int(?:er|ra)_?node|(?<![a-z])comm::",
         none_of=("gemm", "matmul"),
         own=True,
     ),
@@ -658,7 +658,7 @@ FAMILIES = (
         "off",
         "convolution",
         # Without conv2d_c1_k1 and first_layer, which NVIDIA's DLProf counts as Tensor Core.
-        "wgrad_alg dgrad_engine dgrad2d_ wgrad2d_ dgrad_alg convolve_ grouped_direct_kernel convolution_kernel_direct",
+        "wgrad_alg dgrad_engine dgrad2d_ wgrad2d_ dgrad_alg convolve_ convolvend grouped_direct_kernel convolution_kernel_direct",
         "cuDNN's older engines: CUDA cores",
         "traces; cuDNN",
         "void wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int)",
@@ -759,6 +759,8 @@ RULES = (*FAMILIES, *WORDS, UNFAMILIAR)
 #: Ids of the rules that use words or no evidence; evidence from operators overrides these rules.
 GUESSES = frozenset(rule.id for rule in (*WORDS, UNFAMILIAR))
 
+_BESIDE, _PRODUCT = (next(rule for rule in WORDS if rule.id == name) for name in ("beside-product", "product-word"))
+
 #: Pairs of a substring and its rule, so that first_match has no inner loop: traces have thousands of names.
 _TABLE = tuple((literal, rule) for rule in FAMILIES for literal in rule.any_of.split())
 
@@ -771,7 +773,21 @@ def first_match(name: str) -> Rule:
         if literal in text and rule.decides(text):
             return rule
     # Template arguments also name the work around a product (attention's softmax), so helper rules do not apply to them.
-    return by_words(spelt.function) or by_words(spelt.arguments, ("unknown", "other")) or UNFAMILIAR
+    return (
+        _by_function(spelt.function)
+        or by_words(spelt.arguments, ("unknown", "other"))
+        or by_words(with_words_apart(name))
+        or UNFAMILIAR
+    )
+
+
+def _by_function(lowered: str) -> Rule | None:
+    """Return the rule for a function in its namespaces: one that computes no product, in a product's namespace, is a helper."""
+    found = by_words(lowered)
+    if found is _PRODUCT and "::" in lowered:
+        alone = by_words(lowered.rpartition("::")[2])
+        return _BESIDE if alone is not None and alone.verdict == "other" else found
+    return found
 
 
 def by_words(lowered: str, verdicts: tuple[str, ...] = VERDICTS) -> Rule | None:
