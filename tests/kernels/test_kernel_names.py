@@ -66,11 +66,11 @@ def test_the_corpus_is_there():
 
 
 def test_names_with_a_truth_from_source_get_no_wrong_verdict():
-    """Measures the rules: at most 4 of 1,000 names are wrong, and one in six names without a product is unknown."""
+    """Measures the rules: at most 3 of 1,000 names are wrong, and one in six names without a product is unknown."""
     assert len({row["name"] for row in FROM_SOURCE}) == 1000
     verdicts = {row["name"]: classify_kernel(row["name"]).verdict for row in FROM_SOURCE}
     wrong = [row["name"] for row in FROM_SOURCE if verdicts[row["name"]] not in ALLOWED[row["truth"]]]
-    assert len(wrong) <= 4, wrong
+    assert len(wrong) <= 3, wrong
     unknown = Counter(row["truth"] for row in FROM_SOURCE if verdicts[row["name"]] == "unknown")
     assert unknown["none"] <= 100
     assert unknown["product"] <= 310
@@ -426,6 +426,10 @@ def test_kinds(name, verdict, kind):
         # A product's namespace makes no product of a function that computes none.
         ("void dpsk::grouped_gemm::cuda::utils::transpose<512, 128, 4, 4>(unsigned char const*)", "helper"),
         ("void moe::dev::activation::activationDeepSeekKernel<moe::dev::activation::KernelParams<float>>(P)", "helper"),
+        # Products written by hand, which words of elementwise kernels (mul, memory) would make "other".
+        ("block_mul_kernel(int, int, float*, float*, float*)", "unknown"),
+        ("matproductsharedmemory(__int64*, __int64*, __int64*)", "unknown"),
+        ("triton_poi_fused_block_mul_0", "other"),
         # Words that only capitals separate; those of a mangled name too.
         ("sumChannelsNCHWKernel", "other"),
         ("_Z9AddKerneliPdS_", "other"),

@@ -79,7 +79,7 @@ _B, _E = r"(?<![a-z])(?:", r")(?![a-z])"
 
 #: Words of matrix products, in names of functions and operators.
 PRODUCT_WORDS = (
-    r"(?<!fb)gemm|gmm|mat_?mul|mul_?mat|matrix_?mul|tensordot|einsum|conv(?:\d?d|olution|olve|_|fwd|bwd)|(?<!relu_)(?<!moid_)(?<!add_)fprop|dgrad"
+    r"(?<!fb)gemm|gmm|mat(?:rix|rices)?_?(?:mul|prod)|mul_?mat|(?:block|tiled?)_?mul|(?<![a-z])mmul|tensordot|einsum|conv(?:\d?d|olution|olve|_|fwd|bwd)|(?<!relu_)(?<!moid_)(?<!add_)fprop|dgrad"
     r"|wgrad|blockscaled|attend|attention|attn|fmha|prefill|flash_?(?:fwd|bwd|decod|packed|kda)|mhsa|mqa_?logits|lightning_?indexer|kernel_stage1|marlin"
     r"|__myl_\w*(?:fc|gemm|matmul|mha)|moe_?(?:kernel|mlp|fwd|bwd|gemm|forward|fused)|delta_?rule|chunk_(?:scan|state)_|chunk(?:wise)?_(?:\w+_)?(?:fwd|bwd)_\w*kernel"
     r"|intra_sub|delta_?net|indexer|block_?scores?|hadamard|_rht_|solve_tril|rotate_quant|recompute_w|wy_repr|householder|\d+x\d+_inverse|delta_product|deltaformer|[bs]gmv"

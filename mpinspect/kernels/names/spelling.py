@@ -59,8 +59,13 @@ class Spelling:
 
 
 def with_words_apart(name: str) -> str:
-    """Return the function with "_" before each word that only a capital begins (sumChannelsNCHWKernel); "" without such words."""
+    """Return the function with "_" before each word that only a capital begins (sumChannelsNCHWKernel); "" without one.
+
+    A method of a class, whose path proves nothing, gives "" too: its class is already read in words.
+    """
     name = name[:_MOST_READ]
+    if _METHOD_OF_CLASS.match(name):
+        return ""
     readable = _demangled(name) if name.startswith("_Z") else name
     apart = _WORD.sub("_", readable)
     return "" if apart == readable else _function_and_arguments(apart.lower())[0]
