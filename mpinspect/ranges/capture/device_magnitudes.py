@@ -149,16 +149,11 @@ class DeviceMagnitudes:
             None if these kernels can't read it: another layout or dtype, another stream than the step's first, kernels
             unavailable.
         """
-        kernels: Any = available.counter()
         values = tensor.detach()
-        if kernels is None or not _is_readable(values, kernels):
+        found = self._take([values])
+        if found is None:
             return None
-        step = self._open or self._begin(kernels)
-        slot = step.used
-        if slot == step.capacity or step.stream_key != stream_key(self._device):
-            self._capacity = max(self._capacity, 2 * slot)
-            return None
-        step.used = slot + 1
+        step, slot = found
         is_learning, is_changed = self._steps < LEARNING_STEPS, name in self._changed
         if is_learning or is_changed:
             step.read([values], [slot], False)
@@ -173,6 +168,27 @@ class DeviceMagnitudes:
             if is_full:
                 self.flush()
         return StepSlot(step, slot, values.dtype is torch.float64)
+
+    def read_now(self, tensors: list[torch.Tensor], only_if_broken: bool) -> tuple[StepMagnitudes, int] | None:
+        """Read tensors at once; return the step and the first of their slots, or None like ``read``. Does not wait."""
+        found = self._take(tensors)
+        if found is not None:
+            step, first = found
+            step.read(tensors, list(range(first, step.used)), only_if_broken)
+        return found
+
+    def _take(self, tensors: list[torch.Tensor]) -> tuple[StepMagnitudes, int] | None:
+        """Return the step and the first of as many slots, if kernels can read all these tensors."""
+        kernels: Any = available.counter()
+        if kernels is None or not all(_is_readable(each, kernels) for each in tensors):
+            return None
+        step = self._open or self._begin(kernels)
+        first, used = step.used, step.used + len(tensors)
+        if used > step.capacity or step.stream_key != stream_key(self._device):
+            self._capacity = max(self._capacity, 2 * used)
+            return None
+        step.used = used
+        return step, first
 
     def flush(self) -> None:
         """Read the held tensors. Does not wait.

@@ -24,7 +24,7 @@ from mpinspect.ranges.capture import device_magnitudes
 from mpinspect.ranges.capture.compiled_regions import compiled_graphs
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS
 from mpinspect.ranges.capture.device_magnitudes import LEARNING_STEPS, DeviceMagnitudes, StepSlot
-from mpinspect.ranges.capture.judge import Judge, Reading, StepLog
+from mpinspect.ranges.capture.judge import Judge, Reading, ReadTogether, StepLog
 from mpinspect.ranges.capture.largest import Found, Value, extremes, is_broken, largest_of
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import (
@@ -335,16 +335,42 @@ class Watch(Observer):
 
         ``summed_on``: the device that has read a norm of these gradients.
         """
-        many = world_size() > 1
+        log, batch, many = self._log, self._clock.micro_batch, world_size() > 1
+        on_devices: dict[torch.device, tuple[list[WatchedParameter], list[torch.Tensor]]] = {}
         for watched in parameters:
-            if watched.parameter.grad is None or watched.name in self._log.read_before_clipping:
+            if watched.parameter.grad is None or watched.name in log.read_before_clipping:
                 continue
-            name, owner, batch = watched.name, watched.owner, self._clock.micro_batch
             gradient = local_part(watched.parameter.grad)
             if many:
-                self._log.of_all_ranks.add(name)
-            spare = gradient.device == summed_on
-            self._log_reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, batch, gradient, None, is_spared=spare)
+                log.of_all_ranks.add(watched.name)
+            if device_magnitudes.is_on_device(gradient):
+                group = on_devices.setdefault(gradient.device, ([], []))
+                group[0].append(watched)
+                group[1].append(gradient)
+            else:
+                self._log_reading(BACKWARD, WEIGHT_GRADIENT, watched.name, watched.owner, -1, batch, gradient, None)
+        for device, group in on_devices.items():
+            self._read_together(*group, batch, is_spared=device == summed_on)
+
+    def _read_together(
+        self, parameters: list[WatchedParameter], gradients: list[torch.Tensor], micro_batch: int, is_spared: bool
+    ) -> None:
+        """Read gradients on one device in one launch, or one by one if the kernels can't read all of them."""
+        dtypes = [gradient.dtype for gradient in gradients]
+        self._has_float16 |= torch.float16 in dtypes
+        magnitudes, found = self._magnitudes_on(gradients[0].device), None
+        try:
+            found = magnitudes.read_now(gradients, only_if_broken=is_spared or self._spares_weight_gradients)
+        except Exception as error:
+            self._kernels_failed(error)
+        if found is not None:
+            self._log.together.append(ReadTogether(len(self._log.readings), parameters, dtypes, micro_batch, *found))
+            return
+        for watched, gradient in zip(parameters, gradients, strict=True):
+            name, owner = watched.name, watched.owner
+            self._log_reading(
+                BACKWARD, WEIGHT_GRADIENT, name, owner, -1, micro_batch, gradient, None, is_spared=is_spared
+            )
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -375,6 +401,8 @@ class Watch(Observer):
         log.step, log.is_partial = step, self._choice.any_left_out
         log.spares_weight_gradients = not self._may_be_float16
         log.is_on_devices = not self._reads_all and all(isinstance(each.value, StepSlot) for each in log.readings)
+        if not log.is_on_devices:
+            log.spread_out()
         for magnitudes in self._on_devices.values():
             try:
                 sent = magnitudes.send()
@@ -383,7 +411,7 @@ class Watch(Observer):
             else:
                 if sent is not None:
                     log.magnitudes.append(sent)
-        if log.readings or log.found_inf:
+        if log.readings or log.together or log.found_inf:
             self._steps += 1
             self._judge.send(log)
         self._record(wait=False)
@@ -462,12 +490,8 @@ class Watch(Observer):
         self, name: str, what: str, tensor: torch.Tensor, is_input: bool, is_spared: bool = False
     ) -> Value | None:
         """Return the slot of a tensor on a CUDA device; None if it must be read alone."""
-        magnitudes = self._on_devices.get(tensor.device)
-        if magnitudes is None:
-            magnitudes = self._on_devices[tensor.device] = DeviceMagnitudes(tensor.device)
-            # Weight gradients are read together too.
-            self.wants_backward_end = self.lets_gradients_wait = True
-        if what == WEIGHT_GRADIENT and not (self._reads_all or self._may_be_float16 or self._log.skipped):
+        magnitudes = self._magnitudes_on(tensor.device)
+        if what == WEIGHT_GRADIENT and self._spares_weight_gradients:
             is_spared = True
         is_depended_on = what not in _PASSED_ON or (what == ACTIVATION and name in self._containers)
         always = not is_input and (self._reads_all or is_depended_on)
@@ -476,6 +500,19 @@ class Watch(Observer):
         except Exception as error:
             self._kernels_failed(error)
             return None
+
+    def _magnitudes_on(self, device: torch.device) -> DeviceMagnitudes:
+        magnitudes = self._on_devices.get(device)
+        if magnitudes is None:
+            magnitudes = self._on_devices[device] = DeviceMagnitudes(device)
+            # Weight gradients are read together too.
+            self.wants_backward_end = self.lets_gradients_wait = True
+        return magnitudes
+
+    @property
+    def _spares_weight_gradients(self) -> bool:
+        """Whether weight gradients on a device are read only if another value of the step is not finite."""
+        return not (self._reads_all or self._may_be_float16 or self._log.skipped)
 
     def _read_held(self) -> None:
         """Read the tensors that are held on devices. Does not wait."""
