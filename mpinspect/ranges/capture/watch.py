@@ -324,7 +324,7 @@ class Watch(Observer):
         log = self._log
         if not log.reads_at_optimizers or log.is_checked or not device_magnitudes.is_on_device(norm):
             return
-        if self._on_device("", "norm", norm, is_input=False) is not None:
+        if self._on_device("", "norm", norm, is_input=False, is_spared=False) is not None:
             self._read_held()
             self._weight_gradients(parameters, norm.device)
             self._read_held()
@@ -453,50 +453,40 @@ class Watch(Observer):
         is_input: bool = False,
         is_spared: bool = False,
     ) -> Reading | None:
-        value = self._read(name, what, tensor, found, is_input=is_input and phase == FORWARD, is_spared=is_spared)
-        if value is None:
-            return None
-        self._has_float16 |= tensor.dtype is torch.float16
-        reading = Reading(phase, what, name, module, number, micro_batch, value, is_input, tensor.dtype)
-        self._log.readings.append(reading)
-        return reading
+        """Log a tensor's largest magnitude; return None if the tensor has no values or can't be read.
 
-    def _read(
-        self,
-        name: str,
-        what: str,
-        tensor: torch.Tensor,
-        found: Found | None,
-        *,
-        is_input: bool = False,
-        is_spared: bool = False,
-    ) -> Value | None:
-        """Return a tensor's largest magnitude; None if the tensor has no values or can't be read.
-
-        ``is_input``: both extremes of an input are read, to distinguish a mask's -inf from other infinities. ``is_spared``:
-        nothing is read unless another value of the step is not finite.
+        ``is_input``: both extremes of a forward's input are read, to distinguish a mask's -inf from other infinities.
+        ``is_spared``: a device reads the tensor only if another value of the step is not finite.
         """
+        value, both = None, is_input and phase == FORWARD
         try:
+            tensor = local_part(tensor)
             if found is None and device_magnitudes.is_on_device(tensor):
-                value = self._on_device(name, what, local_part(tensor), is_input, is_spared)
-                if value is not None:
-                    return value
-            return extremes(local_part(tensor)) if is_input else largest_of(tensor, found)
+                value = self._on_device(name, what, tensor, both, is_spared)
+            if value is None:
+                value = extremes(tensor) if both else largest_of(tensor, found)
         except Exception as error:
             self.unread.failed(TensorKey(name, what), error)
             return None
+        if value is None:
+            return None
+        dtype = tensor.dtype
+        if dtype is torch.float16:
+            self._has_float16 = True
+        reading = Reading(phase, what, name, module, number, micro_batch, value, is_input, dtype)
+        self._log.readings.append(reading)
+        return reading
 
-    def _on_device(
-        self, name: str, what: str, tensor: torch.Tensor, is_input: bool, is_spared: bool = False
-    ) -> Value | None:
+    def _on_device(self, name: str, what: str, tensor: torch.Tensor, is_input: bool, is_spared: bool) -> Value | None:
         """Return the slot of a tensor on a CUDA device; None if it must be read alone."""
-        magnitudes = self._magnitudes_on(tensor.device)
         if what == WEIGHT_GRADIENT and self._spares_weight_gradients:
             is_spared = True
         is_depended_on = what not in _PASSED_ON or (what == ACTIVATION and name in self._containers)
         always = not is_input and (self._reads_all or is_depended_on)
         try:
-            return magnitudes.read(tensor, f"{what} {name}{' in' * is_input}", always=always, is_spared=is_spared)
+            return self._magnitudes_on(tensor.device).read(
+                tensor, (what, name, is_input), always=always, is_spared=is_spared
+            )
         except Exception as error:
             self._kernels_failed(error)
             return None
