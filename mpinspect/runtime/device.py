@@ -19,8 +19,8 @@ _NEEDED = ("Event", "Stream", "current_stream", "stream")
 
 
 _CPU = torch.device("cpu")
-#: The modules that ``_module`` found, by type of device.
-_modules: dict[str, Any] = {}
+#: The modules that ``_module`` found, by device: a device's type takes torch longer than a look-up.
+_modules: dict[torch.device, Any] = {_CPU: None}
 #: The streams that ``current_stream`` found, by CUDA device and number: making a Stream takes torch ten times as long as
 #: reading its number, and every gradient needs it.
 _streams: dict[tuple[int, int], Any] = {}
@@ -28,15 +28,12 @@ _streams: dict[tuple[int, int], Any] = {}
 
 def _module(device: torch.device) -> Any:
     """Return torch's module for a device with streams and events; None for other devices, the CPU among them."""
-    kind = device.type
-    if kind == "cpu":
-        return None
-    if kind not in _modules:
-        module = getattr(torch, kind, None)
-        if not all(hasattr(module, name) for name in _NEEDED):
+    if device not in _modules:
+        module = getattr(torch, device.type, None)
+        if device.type == "cpu" or not all(hasattr(module, name) for name in _NEEDED):
             return None
-        _modules[kind] = module
-    return _modules[kind]
+        _modules[device] = module
+    return _modules[device]
 
 
 #: The module that ``_accelerator`` found, since a process uses one kind of accelerator, and its ``is_current_stream_capturing``.
@@ -90,7 +87,7 @@ def current_stream(device: torch.device) -> Any:
 
 def stream_key(device: torch.device) -> object:
     """Return a key that identifies the current stream of a device; None for a device without streams."""
-    if device.type == "cuda":
+    if _module(device) is torch.cuda:
         return torch._C._cuda_getCurrentRawStream(device.index)
     return getattr(current_stream(device), "stream_id", None)
 

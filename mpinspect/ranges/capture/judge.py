@@ -270,9 +270,11 @@ class Judge:
         )
 
     def _remember(self, log: StepLog, largest: list[float]) -> None:
-        for reading, value in zip(log.readings, largest, strict=True):
-            if not reading.is_input and value != NOT_READ:
-                self._history.remember((reading.name, reading.what), value)
+        self._history.remember(
+            ((reading.name, reading.what), value)
+            for reading, value in zip(log.readings, largest, strict=True)
+            if not reading.is_input and value != NOT_READ
+        )
 
     def _is_block(self, module: str, calls: list[culprit.CallRecord]) -> bool:
         """Return whether a module contains others without any observed call."""

@@ -159,7 +159,7 @@ class Watch(Observer):
         log.last_output = reading
         if reading is None:
             return True
-        broken = is_broken(reading.value)
+        broken = None if isinstance(reading.value, StepSlot) else is_broken(reading.value)
         if broken is not False:
             log.may_be_broken = True
         if not isinstance(reading.value, tuple):
@@ -335,22 +335,24 @@ class Watch(Observer):
 
         ``summed_on``: the device that has read a norm of these gradients.
         """
-        log, batch, many = self._log, self._clock.micro_batch, world_size() > 1
-        on_devices: dict[torch.device, tuple[list[WatchedParameter], list[torch.Tensor]]] = {}
-        for watched in parameters:
-            if watched.parameter.grad is None or watched.name in log.read_before_clipping:
-                continue
-            gradient = local_part(watched.parameter.grad)
-            if many:
-                log.of_all_ranks.add(watched.name)
+        log, batch = self._log, self._clock.micro_batch
+        found = [
+            (watched, local_part(gradient))
+            for watched in parameters
+            if (gradient := watched.parameter.grad) is not None and watched.name not in log.read_before_clipping
+        ]
+        if world_size() > 1:
+            log.of_all_ranks.update(watched.name for watched, _ in found)
+        on_devices: dict[int, tuple[list[WatchedParameter], list[torch.Tensor]]] = {}
+        for watched, gradient in found:
             if device_magnitudes.is_on_device(gradient):
-                group = on_devices.setdefault(gradient.device, ([], []))
+                group = on_devices.setdefault(gradient.get_device(), ([], []))
                 group[0].append(watched)
                 group[1].append(gradient)
             else:
                 self._log_reading(BACKWARD, WEIGHT_GRADIENT, watched.name, watched.owner, -1, batch, gradient, None)
-        for device, group in on_devices.items():
-            self._read_together(*group, batch, is_spared=device == summed_on)
+        for group in on_devices.values():
+            self._read_together(*group, batch, is_spared=group[1][0].device == summed_on)
 
     def _read_together(
         self, parameters: list[WatchedParameter], gradients: list[torch.Tensor], micro_batch: int, is_spared: bool
