@@ -125,10 +125,17 @@ def new_stream(device: torch.device) -> Any:
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Return a context in which this stream is the current one; for None the context has no effect."""
-    if stream is None:
+    if stream is None or _is_current(stream):
         return nullcontext()
     context: AbstractContextManager[Any] = _module(stream.device).stream(stream)
     return context
+
+
+def _is_current(stream: Any) -> bool:
+    """Return whether a stream is known to be the current one already: entering torch's context takes several microseconds."""
+    device = stream.device
+    is_cuda = _module(device) is torch.cuda
+    return is_cuda and stream.cuda_stream == stream_key(device) and torch.cuda.current_device() == device.index
 
 
 def used_on_current_stream(tensor: torch.Tensor) -> None:
@@ -151,7 +158,7 @@ def copied(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     event = module.Event()
-    event.record(module.current_stream(tensor.device))
+    event.record(current_stream(tensor.device))
     return host, event
 
 
