@@ -106,10 +106,15 @@ def _by_place(records: Iterable[_Placed], size: str) -> Iterator[_Placed]:
         yield next(record for record in found if getattr(record, size) >= largest / 2)
 
 
+def operator_named(operator: str) -> str:
+    """Return torch's name of an operator in words."""
+    return _IN_WORDS.get(operator, operator.strip("_"))
+
+
 def _place(record: Record) -> dict[str, object]:
     """Return in words the operator of a record, its place and its dtype."""
     operator, line, phase = record.names[:3]
-    operator = _IN_WORDS.get(operator, operator.strip("_"))
+    operator = operator_named(operator)
     module = record.name and module_named(record.name)
     place = (module and module + bracketed(line)) or line or _OUTSIDE
     if phase == "backward":
