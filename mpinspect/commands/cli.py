@@ -99,8 +99,10 @@ def _meant(word: str, known: Iterable[str]) -> str:
     """Return a question that names the known word most like this one; "" if none is like it."""
     from difflib import get_close_matches
 
-    found = get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {found[0]}?" if found else ""
+    # The dashes of options would make short ones alike.
+    words = {each.lstrip("-"): each for each in known}
+    found = get_close_matches(word.lstrip("-"), words, n=1, cutoff=0.6)
+    return f"; did you mean {words[found[0]]}?" if found else ""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -28,7 +28,9 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--log-dir", metavar="DIR", default="runs/demo", help="where the run is written (%(default)s)")
+    parser.add_argument(
+        "-o", "--log-dir", metavar="DIR", default="runs/demo", help="where the run is written (%(default)s)"
+    )
     parser.add_argument("--steps", type=positive, metavar="N", help="training steps of a run (160; with --curves 100)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (%(default)s)")
     parser.add_argument("--quiet", action="store_true", help="print nothing")

@@ -89,6 +89,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def _add_reports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "-o",
         "--log-dir",
         metavar="DIR",
         help="the run directory (runs/SCRIPT-DATE-TIME, or next to the folder of the script's own --output_dir)",
@@ -138,7 +139,8 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if not word.startswith("-") or word == "-":
             return [*ours, "--", word], left
         ours.append(word)
-        if "=" not in word and not any(flag.startswith(word) for flag in FLAGS):
+        has_value = "=" in word or (word[1] != "-" and len(word) > 2)
+        if not has_value and not any(flag.startswith(word) for flag in FLAGS):
             ours += left[:1]
             del left[:1]
     return ours, []

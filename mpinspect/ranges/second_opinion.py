@@ -11,7 +11,7 @@ from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.capture.passes import LossFunction, require_loss, require_step
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
-from mpinspect.ranges.faults.name.second import FAULTS
+from mpinspect.ranges.faults.registry import OF_SECOND
 from mpinspect.ranges.session import RunInfo, Session
 from mpinspect.reporting.finding import Finding
 from mpinspect.runtime.untouched import ModelState, RandomState
@@ -61,7 +61,7 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
         state.restore()
         random.restore()
     session = Session(RunInfo(type(model).__name__, watch=False), measurements=measurements)
-    ids = {"positions-collapse", "router-ties", *(fault.id for fault in FAULTS)}
+    ids = {"positions-collapse", "router-ties", *(fault.id for fault in OF_SECOND)}
     return tuple(finding for finding in analyse(session).findings if finding.id in ids)
 
 

@@ -28,8 +28,6 @@ _MODULES = {
     **dict.fromkeys(_FLOAT8, ("torchao.float8",)),
     "mxfp8": ("torchao.prototype.moe_training.mxfp8_linear", "torchao.quantization.quantize_.common"),
 }
-#: The least compute capability whose Tensor Cores compute a recipe's products.
-_CAPABILITY = {"fp8-tensorwise": (8, 9), "fp8-rowwise": (9, 0), "mxfp8": (10, 0)}
 _CONVERTED = ("Float8Linear", "MXFP8Linear", "Float8TrainingWeightWrapperTensor", "MXFP8TrainingWeightWrapperTensor")
 
 
@@ -98,7 +96,8 @@ def convert_layers(model: nn.Module, precision: Precision, paths: Iterable[str])
 
 
 def _is_emulated(device: torch.device, recipe: str) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY[recipe]
+    needed = RECIPES[recipe].compute_capability
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) < tuple(map(int, needed.split(".")))
 
 
 def _to_mxfp8(layers: Iterable[nn.Module], emulated: bool) -> None:

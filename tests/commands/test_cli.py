@@ -387,6 +387,7 @@ def ends(words, capsys):
         (["run", "--evry", "5", "train.py"], "did you mean --every?"),
         (["report", "--jsn", "x"], "did you mean --json?"),
         (["diff", "--zzz=x", "a", "b"], ""),
+        (["run", "--output", "runs", "train.py"], ""),
         (["repport"], "did you mean report?"),
         (["zzz"], "there are report, diff, demo"),
     ],

@@ -34,7 +34,7 @@ from mpinspect.ranges.capture.layers import Selection, find_layers
 from mpinspect.ranges.capture.operands import OperandLosses
 from mpinspect.ranges.faults.measure.converted import converted_layers
 from mpinspect.ranges.report.recipes import NORMAL, document
-from mpinspect.reporting.document import Code, Section
+from mpinspect.reporting.document import Code, Items, Section
 from mpinspect.reporting.text import render
 
 
@@ -305,6 +305,7 @@ def test_a_gpt2_is_judged_product_by_product() -> None:
     assert report.advised is None
     assert report.conv1d == report.not_linear
     assert all(line in text for line in code)
+    assert "good" not in _tones(report)
     model.transformer.h[0].mlp.c_fc.weight.requires_grad_(False)
     model.double().eval()
     expected, trained = model(tokens).logits, sum(each.requires_grad for each in model.parameters())
@@ -313,6 +314,12 @@ def test_a_gpt2_is_judged_product_by_product() -> None:
     assert sum(each.requires_grad for each in model.parameters()) == trained
     report = mpinspect.compare_recipes(model, lambda m, x: m(input_ids=x, labels=x).loss, [tokens], ["mxfp8"])
     assert (report.not_linear, report.converted(report.recipes[0])) == ((), 4)
+    assert _tones(report) == {"good"}
+
+
+def _tones(report: RecipeReport) -> set[str]:
+    """Return the tones of the verdicts on the recipes."""
+    return {item.tone for block in document(report).blocks if isinstance(block, Items) for item in block.items}
 
 
 class _Experts(nn.Module):

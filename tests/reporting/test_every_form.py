@@ -38,6 +38,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 OF_DATA = {
     *("versions", "evidence", "peaks", "gradient_peaks", "verdict_time_us", "verdict_calls"),
     *("tensor_core_tflops", "cuda_core_tflops", "unattributed_fractions", "saved_at_most_us"),
+    *("kept_wide", "tokens", "functions"),
 }
 
 HOSTILE = "evil\n\x1b[31m\u202e</pre></style><script>alert(1)</script>|`*[red]_$#@ <img src=x onerror=alert(1)> &amp;"
@@ -347,7 +348,11 @@ def keys(plain):
 
 
 @pytest.mark.parametrize(
-    ("name", "page"), [("ranges everything", "report-schema.md"), ("kernels everything", "tensor-cores.md")]
+    ("name", "page"),
+    [
+        *((name, "report-schema.md") for name in ("ranges everything", "recipes hostile", "ranking hostile")),
+        ("kernels everything", "tensor-cores.md"),
+    ],
 )
 def test_a_page_names_every_key(name, page, reports):
     documented = re.findall(r"`([\w.]+)`", (DOCS / page).read_text("utf-8"))

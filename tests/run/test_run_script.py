@@ -285,6 +285,8 @@ def test_imported_modules_equal_pythons(tmp_path):
         (["-ma.b", "x"], ["-m", "--", "a.b"], ["x"]),
         (["--kernels", "--", "-a.py", "--", "b"], ["--kernels", "--", "-a.py"], ["--", "b"]),
         (["--log-dir", "-m", "a.py"], ["--log-dir", "-m", "--", "a.py"], []),
+        (["-o", "log", "a.py", "-o"], ["-o", "log", "--", "a.py"], ["-o"]),
+        (["-olog", "a.py"], ["-olog", "--", "a.py"], []),
         (["-m"], ["-m", "--"], []),
         ([], [], []),
     ],

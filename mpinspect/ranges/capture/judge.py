@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from mpinspect.ranges.capture import culprit
+from mpinspect.ranges.capture.backward_scale import BackwardScale
 from mpinspect.ranges.capture.calls import StepCalls
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, NOT_READ, SCALED_LOSS, Seen
 from mpinspect.ranges.capture.device_magnitudes import StepMagnitudes
 from mpinspect.ranges.capture.host_rows import HostCopy, copy_groups
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
 from mpinspect.ranges.capture.largest import Value, from_stacked, is_broken, on_host, stacked
-from mpinspect.ranges.capture.loss_scale import BackwardScale
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, TensorKey, is_below

@@ -13,10 +13,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
+from mpinspect.ranges.capture.backward_scale import UNSCALED, BackwardScale
 from mpinspect.ranges.capture.calls import Fresh
 from mpinspect.ranges.capture.largest import Found
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
-from mpinspect.ranges.capture.loss_scale import NO_BACKWARD, UNSCALED, BackwardScale
+from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
 from mpinspect.ranges.session import TensorKey
 from mpinspect.runtime.outputs import tensor_list
 

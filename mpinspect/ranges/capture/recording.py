@@ -35,7 +35,7 @@ from mpinspect.reporting.streams import printable
 from mpinspect.runtime.user_line import warn_user
 
 if TYPE_CHECKING:
-    from mpinspect.ranges.capture.loss_scale import BackwardScale
+    from mpinspect.ranges.capture.backward_scale import BackwardScale
 
 
 class WindowList:

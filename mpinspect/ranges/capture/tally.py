@@ -17,9 +17,9 @@ import torch
 
 from mpinspect.counting import fastest
 from mpinspect.ranges.capture.arrangement import Arrangement, IntArray, RowSet, SampleOf, StepScale
+from mpinspect.ranges.capture.backward_scale import UNSCALED, BackwardScale
 from mpinspect.ranges.capture.device_rows import DeviceRows
 from mpinspect.ranges.capture.host_rows import HostCopy, HostRows, copy_groups
-from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.ranges.capture.observations import Held
 from mpinspect.ranges.capture.window_rows import WindowRows, never_in_float16
 from mpinspect.ranges.kinds import GRADIENT_KINDS, WEIGHT_GRADIENT

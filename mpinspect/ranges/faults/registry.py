@@ -10,15 +10,18 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.name import (
     arithmetic,
     culprit_inputs,
+    decisions,
     dtypes,
     events,
     gradient_ranges,
     gradients_lost,
+    infinities,
+    lost_values,
     narrow,
     ranks,
     replaced,
+    scaler_missing,
     scaling,
-    second,
     stores,
     unscaling,
     untrained,
@@ -30,10 +33,14 @@ from mpinspect.reporting.finding import Finding
 
 #: Listed before all others, since a lost process matters most.
 FIRST: tuple[Fault, ...] = (ranks.RANK_ENDED_EARLY,)
+#: Faults that a second computation of a step shows.
+OF_SECOND: tuple[Fault, ...] = (*infinities.FAULTS, *decisions.FAULTS, *lost_values.FAULTS)
+#: Faults of loss scales.
+OF_SCALING: tuple[Fault, ...] = (*scaling.FAULTS, *scaler_missing.FAULTS)
 #: Faults that name a cause, roughly in the order of how much they explain.
 DIAGNOSES: tuple[Fault, ...] = (
     *culprit_inputs.FAULTS,
-    *second.FAULTS,
+    *OF_SECOND,
     *narrow.FAULTS,
     gradients_lost.NEVER_UPDATED,
     gradients_lost.STEPS_STOPPED,
@@ -43,7 +50,7 @@ DIAGNOSES: tuple[Fault, ...] = (
     *unscaling.FAULTS,
     *dtypes.OF_AUTOCAST,
     *untrained.WITHOUT_GRADIENT,
-    *scaling.FAULTS,
+    *OF_SCALING,
     *dtypes.FAULTS,
     *arithmetic.FAULTS,
     *stores.FAULTS,
@@ -62,7 +69,7 @@ FAULTS: dict[str, Fault] = {fault.id: fault for fault in (*FIRST, *DIAGNOSES, *C
 #: The ids of all findings on ranges; "diagnosis-failed" takes the place of one whose record can't be read.
 FINDING_IDS = tuple(sorted([*FAULTS, "diagnosis-failed"]))
 #: The ids of findings that depend on the loss scale; no scale changes a forward or a divergence.
-OF_LOSS_SCALE = frozenset(fault.id for fault in (*scaling.FAULTS, *gradient_ranges.FAULTS)) - {
+OF_LOSS_SCALE = frozenset(fault.id for fault in (*OF_SCALING, *gradient_ranges.FAULTS)) - {
     "scale-falls-for-forward",
     "training-diverged",
 }
@@ -84,7 +91,7 @@ _OF_LOOP = {
         *gradients_lost.OF_EARLIER_STEPS,
         *unscaling.FAULTS,
         *dtypes.OF_AUTOCAST,
-        *scaling.FAULTS,
+        *OF_SCALING,
     )
 }
 #: The parts in which other findings lie that name neither a layer nor a line.

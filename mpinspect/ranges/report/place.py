@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.faults.name.second import operator_named
+from mpinspect.ranges.faults.name.operators import operator_named
 from mpinspect.ranges.faults.registry import explains_events, part_of, what_broke
 from mpinspect.ranges.session import Event, module_named
 from mpinspect.reporting.finding import Finding

@@ -168,6 +168,8 @@ def _judgement(report: RecipeReport, recipe: TrainingRecipe) -> Item:
     verdict = next(iter(states)) if len(states) == 1 and "fails" not in states else f"{verdict} of {_layers(report)}"
     refused = _refused_tokens(report, recipe)
     tone = "warning" if refused else _TONES[next(iter(states))]
+    # Green means that the recipe can be used: layers of another class, as GPT-2's, must be made nn.Linear first.
+    tone = "unknown" if tone == "good" and not report.covered(recipe) else tone
     worst = report.worst(recipe)
     share = "" if worst is None else f": at worst {_share(worst[1])}"
     text = ", ".join((verdict, *rest)) + share + filled("; its kernels refuse {}", refused)

@@ -34,6 +34,8 @@ _USING = frozenset(
 )
 #: The fewest integers that are judged, and the least share of them that rounding decides.
 _FEWEST, _LEAST_CHANGED = 64, 0.05
+#: The fewest rows of scores of which a top k is judged, and the least share of them whose choice is arbitrary.
+_FEWEST_ROWS, _LEAST_TIED = 8, 0.01
 #: Entries for each distinct number of a table that rounding has crowded, and the share of its format's numbers that occur.
 _CROWDED, _OCCUPIED = 2, 0.9
 
@@ -107,6 +109,23 @@ class Choices:
             figures |= {"entries": table.shape[-1], "distinct": len(_distinct(table))}
         record = describe(ChangedChoices, changed=changed, of=of, **figures)
         self._made[storage_key(value)] = reference(value), record
+
+
+def tied(
+    scores: torch.Tensor, exact: torch.Tensor, k: int, dim: int = -1, largest: bool = True, _: bool = True
+) -> float:
+    """Return the share of rows whose top k is arbitrary: its last score ties with one that is left out, and no exact ones do.
+
+    0.0 if it is small, or of too few rows. Waits for the device.
+    """
+    if not largest or not 0 < k < scores.shape[dim] or scores.numel() < _FEWEST_ROWS * scores.shape[dim]:
+        return 0.0
+    best, wanted = (each.topk(k + 1, dim).values.movedim(dim, -1)[..., -2:] for each in (scores, exact))
+    last = best[..., 0]
+    # Ties at zero (of a ReLU) or infinity (of a mask), and those that the exact scores have too, are not rounding's.
+    is_tied = (last == best[..., 1]) & (wanted[..., 0] != wanted[..., 1]) & (last != 0) & last.isfinite()
+    share = float(is_tied.float().mean())
+    return share if share >= _LEAST_TIED else 0.0
 
 
 def _distinct(table: torch.Tensor) -> torch.Tensor:

@@ -12,22 +12,14 @@ import torch
 
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums
-from mpinspect.ranges.faults.measure.second import (
-    ADDITIONS,
-    NARROW,
-    SUMS,
-    Pending,
-    SecondComputation,
-    local_result,
-    narrow_storages,
-)
+from mpinspect.ranges.faults.measure.operands import DIFFERENCES, NARROW, Pending, local_result, narrow_storages
+from mpinspect.ranges.faults.measure.second import SUMS, SecondComputation
 from mpinspect.ranges.faults.measure.twins import is_finite
-from mpinspect.ranges.records import BornInfinite, LostSum, Record, RoundedConstant
+from mpinspect.ranges.records import LostSum, Record, RoundedConstant
 from mpinspect.runtime.outputs import leaves
 
 aten = torch.ops.aten
 
-_DIFFERENCES = ADDITIONS | {aten.rsub}
 #: Bytes of twins, and seconds, after which the rest of an optimizer's step is left out: its parameters are treated alike.
 _MOST_BYTES, _MOST_SECONDS = 1 << 30, 2.0
 #: Elements after which the rest of a foreach operator is left out: it may have all parameters at once.
@@ -117,7 +109,7 @@ class OptimizerArithmetic(SecondComputation):
         operator = pending.func.overloadpacket
         local = cache(partial(local_result, pending, twin))
         if not is_finite(value):
-            self._compare_broken(pending, value, twin, local())
+            self._broken.judge(pending, value, twin, local(), partial(self._record, pending, value))
             return
         if value.dtype not in NARROW:
             return
@@ -126,18 +118,17 @@ class OptimizerArithmetic(SecondComputation):
         if operator in SUMS:
             self._compare_sum(pending, value, local())
         if not isinstance(value, torch.nn.Parameter):
-            self._flushes.made(value, local(), partial(self._record, pending=pending, result=value))
-        if operator in _DIFFERENCES and _is_one_less_one(pending.given[0], value):
-            self._found[RoundedConstant].append(self._record(RoundedConstant, pending, value))
+            self._flushes.made(value, local(), partial(self._record, pending, value))
+        if operator in DIFFERENCES and _is_one_less_one(pending.given[0], value):
+            self._found[RoundedConstant].append(self._record(pending, value, RoundedConstant))
 
     def _compare_choices(self, pending: Pending, result: Any, exact: Any) -> None:
         """Judge no choices: a mask of updates may differ where both are small."""
 
     def records(self) -> list[Record]:
         """Return the first operators that overflow, flush or lose a constant, the worst sum, and the states that stop."""
-        firsts = (BornInfinite, RoundedConstant)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.most()]
-        found += [each for kind in firsts for each in self._found[kind][:1]]
+        found += [*self._broken.born[:1], *self._found[RoundedConstant][:1]]
         found += sorted(self._found[LostSum], key=lambda each: getattr(each, "error", math.nan))[-1:]
         self._end()
         return found

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch._C._autograd import _get_sequence_nr
 
-from mpinspect.ranges.faults.measure.second import Pending, SecondComputation
+from mpinspect.ranges.faults.measure.operands import Pending
+from mpinspect.ranges.faults.measure.second import SecondComputation
 
 
 class Widened(SecondComputation):
@@ -55,7 +56,7 @@ class Widened(SecondComputation):
     def _compare(self, *_: Any) -> None:
         """Judge nothing."""
 
-    _compare_choice = _compare_choices = _compare_integers = _compare  # type: ignore[assignment]
+    _compare_ties = _compare_choices = _compare_integers = _compare  # type: ignore[assignment]
 
     def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool) -> None:
         value.copy_(twin)

@@ -20,6 +20,7 @@ from mpinspect.ranges.records import (
     ExaminedBatch,
     ExaminedDifference,
     ExaminedMask,
+    ExaminedOutliers,
     ExaminedTarget,
     ExaminedZeroRow,
     Record,
@@ -27,10 +28,12 @@ from mpinspect.ranges.records import (
     RoundedArgument,
     WeightGrowth,
 )
-from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event
+from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event, module_named
 from mpinspect.reporting.sentences import Said, Sentences, text
 from mpinspect.reporting.words import bracketed, filled, number_of
 
+#: The largest share of the run's steps that are rare.
+_RARE = 0.02
 #: Ids of the findings that follow from a forward or a loss that was not finite.
 OF_FORWARD = ("non-finite-event", "scale-falls-for-forward")
 
@@ -183,6 +186,48 @@ def _is_of_targets(measured: Examined, event: Event | None) -> bool:
     return event is None or event.what in LOSSES or event.forward_finite is not False
 
 
+class _Outliers(Sentences):
+    BEYOND = (
+        "In step {step} the batch holds values up to {largest:.3g}{places}, beyond FP16's maximum of 65504: the cast to FP16 in "
+        "{module} makes infinities of them."
+    )
+    AGAIN = "So it is in {further:count further step}."
+    LEAVE_OUT = (
+        "Standardise or clamp the model's input, or leave out such samples before they reach the model. No loss scale repairs a "
+        "forward."
+    )
+    GOOD = (
+        "good = batch.abs() < 65504\n"
+        "good = good.reshape(len(batch), -1).all(1)\n"
+        "if not good.any():\n"
+        "    continue\n"
+        "batch, target = batch[good], target[good]"
+    )
+
+
+def _batch_beyond_float16(case: Case) -> Iterator[Found]:
+    """Finite values of a batch became infinities when the first module cast them to FP16.
+
+    False alarms: It is a warning where a scaler skipped such steps, and they were at most 2% of the run.
+    """
+    steps = {event.step for event in case.events if event.phase == "forward" and event.forward_finite is False}
+    for measured in case.recorded(ExaminedOutliers):
+        event = _event_at(case, measured.step)
+        is_cast = event is not None and (event.phase, event.module) == ("forward", measured.name)
+        if event is None or not is_cast or event.after or event.given or event.dtype != FLOAT16.name:
+            continue
+        yield _examined(
+            case,
+            measured,
+            [_Outliers.BEYOND, _Outliers.AGAIN.when(len(steps) > 1)],
+            _Outliers.LEAVE_OUT,
+            _Outliers.GOOD,
+            {"module": module_named(measured.name), "largest": measured.largest, "further": len(steps) - 1},
+            is_mild=bool(event.skipped) and len(steps) <= _RARE * case.progress.steps,
+        )
+        return
+
+
 # -- masks and rows of zeros --------------------------------------------------------------------------------------------
 
 
@@ -230,7 +275,8 @@ class _ZeroRow(Sentences):
         "{when} the weight is all zeros, and the output is NaN although the input is finite: each row of the weight was divided "
         "by its own largest magnitude (a scale for FP8) or norm, which is zero. 0/0 is NaN."
     )
-    ADD_EPSILON = (
+    BOUND = "Bound the divisor from below."
+    BOUND_IN_FP32 = (
         "Bound the divisor from below, in FP32: FP16 rounds an epsilon below 3e-8 to zero, and the gradient of a division by a "
         "slightly larger one overflows."
     )
@@ -259,9 +305,8 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
         words, is_inferred = {"places": bracketed(_rows(measured))}, bool(measured.name)
         is_weight = measured.text.endswith("weight")
         says, code = _ZeroRow.WEIGHT.when(is_weight) or _ZeroRow.DIVIDED, _ZeroRow.CLAMP_SCALE.when(is_weight)
-        yield _examined(
-            case, measured, [says], _ZeroRow.ADD_EPSILON, code or _ZeroRow.CLAMP, words, is_inferred=is_inferred
-        )
+        fix = _ZeroRow.BOUND_IN_FP32.when(run_format(case.session) == FLOAT16) or _ZeroRow.BOUND
+        yield _examined(case, measured, [says], fix, code or _ZeroRow.CLAMP, words, is_inferred=is_inferred)
         return
 
 
@@ -614,6 +659,14 @@ def _at_rate(rate: float | None, initial: float | None, group: float | None) -> 
 
 FAULTS = (
     Fault("batch-not-finite", "error", _batch_not_finite, (_Batch, _Aftermath), (*OF_FORWARD, "breaks-in-fp32-too")),
+    Fault(
+        "batch-beyond-float16",
+        "error",
+        _batch_beyond_float16,
+        (_Outliers, _Aftermath),
+        OF_FORWARD,
+        explains_from="warning",
+    ),
     Fault("mask-hides-whole-row", "error", _mask_hides_whole_row, (_Mask, _Aftermath), OF_FORWARD),
     Fault("zero-row-normalized", "error", _zero_row_normalized, (_ZeroRow, _Aftermath), OF_FORWARD),
     Fault("weights-exploded", "error", _weights_exploded, (_Weights,), OF_FORWARD),

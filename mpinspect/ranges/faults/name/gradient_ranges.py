@@ -17,7 +17,7 @@ from mpinspect.ranges.analysis.scale_words import in_steps
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.faults.name.scaling import crowded, divisors
+from mpinspect.ranges.faults.name.scaler_missing import crowded, divisors
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.records import WeightGrowth
 from mpinspect.ranges.session import Session

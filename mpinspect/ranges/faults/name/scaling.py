@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
-from mpinspect.ranges.analysis.evidence import survived
-from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.precision import run_format
-from mpinspect.ranges.analysis.scale_window import HEADROOM
-from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
-from mpinspect.ranges.analysis.visibility import Visibility, always_zero
-from mpinspect.ranges.faults.name.case import Case, FP32Weights, LayerInFP32, grouped, is_power_of_two
+from mpinspect.ranges.faults.name.case import Case, LayerInFP32
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, period, was_in_half, where_to_inspect
 from mpinspect.ranges.faults.name.replaced import replaced
-from mpinspect.ranges.kinds import GRADIENT_KINDS, phrase
-from mpinspect.ranges.records import ChangedBeforeStep, DividedInHalf, MastersGivenSmaller, NewScalers
-from mpinspect.ranges.session import DROPPED, LOSSES, SKIPPED, TAKEN, Event, TensorKey, module_named
+from mpinspect.ranges.kinds import phrase
+from mpinspect.ranges.records import NewScalers
+from mpinspect.ranges.session import LOSSES, SKIPPED, Event, module_named
 from mpinspect.reporting.sentences import Said, Sentences
-from mpinspect.reporting.words import and_more, filled, number_or_power
+from mpinspect.reporting.words import and_more, filled
 
 #: A scaler's initial search is worth a warning if it takes more than this share of the run, and at least three steps.
 _SEARCH_TOLERANCE = 0.1
@@ -33,14 +28,14 @@ _NAMED = 3
 #: A scaler whose backoff factor is larger hardly lowers its scale: torch's default is 0.5.
 _HARDLY_LOWER = 0.99
 #: Powers of two by which scales may differ and count as equal.
-_ALIKE = 0.01
+ALIKE = 0.01
 #: Share of overflowing steps from which on a scale counts as never settling.
 _MOST = 0.5
 #: A gradient within this factor of FP16's largest number may overflow in the next step without being an outlier.
 _NEAR = 4.0
 
 
-class _Scaler(Sentences):
+class Scaler(Sentences):
     """Code that several of these faults share."""
 
     NEW = "# once, before the loop\nscaler = torch.amp.GradScaler({device_type})"
@@ -49,7 +44,7 @@ class _Scaler(Sentences):
     )
 
 
-def _skips(case: Case) -> list[Event]:
+def skips_of(case: Case) -> list[Event]:
     """Return the first event of each step that overflowed in the backward while the forward was finite."""
     by_step = {
         event.step: event
@@ -69,7 +64,8 @@ def _serves_none(case: Case) -> bool:
     return case.advised.decision is not None and case.advised.decision.window.is_empty
 
 
-def _powers(scale: float) -> float:
+def log2_of(scale: float) -> float:
+    """Return a scale as a power of two; zero as -inf."""
     return math.log2(scale) if scale > 0 else -math.inf
 
 
@@ -77,19 +73,19 @@ def _rise(case: Case, steps: int) -> float:
     """Return by how many powers of two the run's scalers can have raised their scale in a number of steps."""
     intervals = [scaler.growth_interval for scaler in case.scalers if scaler.growth_interval]
     factor = max((scaler.growth_factor for scaler in case.scalers if scaler.growth_factor), default=2.0)
-    return (steps // min(intervals, default=1) + 1) * max(_powers(factor), 0.0)
+    return (steps // min(intervals, default=1) + 1) * max(log2_of(factor), 0.0)
 
 
 def _restarts(case: Case) -> list[int]:
     """Return the steps in which the scale was found back at its initial value, above what growth explains, and overflowed."""
     history = [change for change in case.session.scale_history() if change.scale]
-    overflowed = {event.step for event in _skips(case)}
+    overflowed = {event.step for event in skips_of(case)}
     return [
         after.step
         for before, after in pairwise(history)
         if after.scale == history[0].scale
         and after.step in overflowed
-        and _powers(after.scale or 0) - _powers(before.scale or 0) > _rise(case, after.step - before.step)
+        and log2_of(after.scale or 0) - log2_of(before.scale or 0) > _rise(case, after.step - before.step)
     ]
 
 
@@ -122,7 +118,7 @@ def _initial_scale_too_high(case: Case) -> Iterator[Found]:
     False alarms: Every dynamic scaler may skip a few steps at first: up to two steps, or a tenth of the run, are only
     "info".
     """
-    skips, steps = _skips(case), case.progress.steps
+    skips, steps = skips_of(case), case.progress.steps
     opening = _opening(skips)
     first = _search_begins_at(opening)
     is_innocent = any(event.broken_phase == "backward" for event in skips)
@@ -132,7 +128,7 @@ def _initial_scale_too_high(case: Case) -> Iterator[Found]:
     settled = _settled(opening, case)
     again = next((event for event in skips[len(opening) :] if event.loss_scale == settled), None)
     overflows_again = again is not None
-    powers = round(_powers(first) - _powers(settled)) + overflows_again
+    powers = round(log2_of(first) - log2_of(settled)) + overflows_again
     skipped, advice = len(opening), case.advised.advice
     is_settled = skipped < steps
     # Where no one scale serves every layer, a scale without overflow is no remedy.
@@ -159,10 +155,10 @@ def _initial_scale_too_high(case: Case) -> Iterator[Found]:
             "opened": _opened(skipped, steps),
             "again": again and again.step,
             "start": start,
-            "log2_start": round(_powers(start)),
+            "log2_start": round(log2_of(start)),
         },
         fix.when(is_grave),
-        _Scaler.BEGINNING_AT.when(is_grave and is_settled),
+        Scaler.BEGINNING_AT.when(is_grave and is_settled),
         layer=opening[0].module,
         is_mild=not is_grave,
         step=opening[0].step,
@@ -249,7 +245,7 @@ def _scaler_made_anew(case: Case) -> Iterator[Found]:
     if made is None:
         yield from _search_repeated(case)
         return
-    steps, lost = case.progress.steps, len([event for event in _skips(case) if event.skipped])
+    steps, lost = case.progress.steps, len([event for event in skips_of(case) if event.skipped])
     yield Found(
         (_Anew.EACH_STEP, _Anew.OVERFLOWS.when(lost)),
         {**made.figures, "loss_scale": case.session.scale_history()[0].scale, "skipped_steps": lost},
@@ -264,7 +260,7 @@ def _scaler_made_anew(case: Case) -> Iterator[Found]:
 def _search_repeated(case: Case) -> Iterator[Found]:
     """Yield a loss scale that begins again at its initial value, as where a checkpoint lacks the scaler."""
     restarts, steps = _restarts(case), case.progress.steps
-    lost = max(len([event for event in _skips(case) if event.skipped]), case.progress.skipped_steps)
+    lost = max(len([event for event in skips_of(case) if event.skipped]), case.progress.skipped_steps)
     if len(restarts) < 2 or lost < _FEWEST_STEPS or lost <= _SEARCH_TOLERANCE * steps:
         return
     period = _only([after - before for before, after in pairwise([0, *restarts])])
@@ -317,7 +313,7 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
 
     False alarms: A run that ends while the scaler is still searching is reported only if its scale has not fallen.
     """
-    skips, steps = _skips(case), case.progress.steps
+    skips, steps = skips_of(case), case.progress.steps
     over = [event for event in skips if event.value == "inf" and event.loss_scale and event.loss_scale > 1]
     if _made_anew(case) is not None or len(_restarts(case)) > 1:
         # The reason why the scale stays has a finding of its own.
@@ -333,9 +329,9 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
     wanted = _wanted(first, case)
     backoff = next((each.backoff_factor for each in case.scalers if (each.backoff_factor or 0) > _HARDLY_LOWER), None)
     fix: _High = _High.DYNAMIC
-    code: _High | _Scaler = _Scaler.NEW
+    code: _High | Scaler = Scaler.NEW
     if wanted:
-        fix, code = _High.BEGIN.when(case.scalers) or _High.SCALE_BY, _Scaler.BEGINNING_AT
+        fix, code = _High.BEGIN.when(case.scalers) or _High.SCALE_BY, Scaler.BEGINNING_AT
     is_hidden = on_replaced and case.scalers
     # A single update() after an overflow would have changed the scale.
     is_never_updated = first == last and any(each.type == "GradScaler" and each.backoff_factor for each in case.scalers)
@@ -349,7 +345,7 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
             "stepped": len({each.step for each in stepped}),
             "stepped_in": next((each.step for each in stepped), None),
             "backoff": backoff,
-            "log2_start": round(_powers(wanted or 1.0)),
+            "log2_start": round(log2_of(wanted or 1.0)),
         },
         (_High.TAKE_REPLACEMENT_OUT.when(is_hidden) or fix, _High.BACKOFF.when(backoff)),
         code.when(not is_hidden),
@@ -399,16 +395,16 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
         return
     needs, lowest = decision.neediest, decision.window.log2_lowest
     says, is_inferred = _Low.TOO_SMALL, False
-    if lowest <= _powers(known[-1]) and decision.likely_needed:
+    if lowest <= log2_of(known[-1]) and decision.likely_needed:
         # Values flushed before counting show by a crowd of values just above the flush edge.
         needs, lowest = decision.likely, decision.likely.log2_certain
         says, is_inferred = _Low.PROBABLY_TOO_SMALL, True
     spans = list(case.progress.scale_spans())
-    below = [(scale, end - start) for scale, start, end in spans if scale and _powers(scale) < lowest]
+    below = [(scale, end - start) for scale, start, end in spans if scale and log2_of(scale) < lowest]
     if sum(steps for _, steps in below) < 0.9 * (spans[-1][2] - spans[0][1]):
         return
     used = below[-1][0]
-    powers = round(lowest - _powers(used))
+    powers = round(lowest - log2_of(used))
     wanted = min(max(lowest, decision.log2_scale), max(decision.window.log2_highest, lowest))
     yield Found(
         says,
@@ -422,7 +418,7 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
             "log2_start": wanted,
         },
         (_Low.SCALE_BY, _Low.ZEROS.when(decision.zeros)),
-        _Scaler.BEGINNING_AT,
+        Scaler.BEGINNING_AT,
         layer=needs.key.name,
         is_inferred=is_inferred,
         step=scales[0].step,
@@ -452,12 +448,12 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
     moves: list[int] = []
     for before, after in pairwise(case.progress.scales):
         if before.scale and after.scale and after.scale < before.scale < math.inf:
-            fell += _powers(before.scale) - _powers(after.scale)
+            fell += log2_of(before.scale) - log2_of(after.scale)
             moves += before.step, after.step
             lowest = min(lowest, after.scale)
         elif before.scale and after.scale and before.scale < after.scale < math.inf:
-            rose += _powers(after.scale) - _powers(before.scale)
-    own = max(case.progress.skipped_steps, len(_skips(case)))
+            rose += log2_of(after.scale) - log2_of(before.scale)
+    own = max(case.progress.skipped_steps, len(skips_of(case)))
     # A rise beyond what growth explains shows several scalers by turns, whose falls are no overflows.
     if not case.scalers or fell - own < 2 or rose > _rise(case, case.progress.steps):
         return
@@ -553,7 +549,7 @@ def _despite(scales: Sequence[float]) -> str:
 
 def _without_growth(case: Case) -> list[Event]:
     """Return the overflows after the first search if the scale cannot have grown between them; [] if it can."""
-    skips, intervals = _skips(case), [scaler.growth_interval for scaler in case.scalers if scaler.growth_interval]
+    skips, intervals = skips_of(case), [scaler.growth_interval for scaler in case.scalers if scaler.growth_interval]
     later = skips[len(_opening(skips)) :]
     gaps = [after.step - before.step for before, after in pairwise(later)]
     if len(later) < _FEWEST_STEPS or len(later) > _MOST * case.progress.steps or set(gaps) == {1}:
@@ -570,11 +566,11 @@ def _periodic(case: Case) -> list[Event]:
 
     A scaler grows after ``growth_interval`` steps without a skip, and probes in the step that follows.
     """
-    skips, scalers = _skips(case), [scaler for scaler in case.scalers if scaler.growth_interval]
+    skips, scalers = skips_of(case), [scaler for scaler in case.scalers if scaler.growth_interval]
     if len(scalers) != 1 or case.progress.watched_steps is not None:
         return []
     interval = int(scalers[0].growth_interval or 0)
-    growth, backoff = _powers(scalers[0].growth_factor or 2.0), _powers(scalers[0].backoff_factor or 0.5)
+    growth, backoff = log2_of(scalers[0].growth_factor or 2.0), log2_of(scalers[0].backoff_factor or 0.5)
     opening = len(_opening(skips))
     found = []
     for before, event in list(zip([None, *skips], skips, strict=False))[opening:]:
@@ -582,8 +578,8 @@ def _periodic(case: Case) -> list[Event]:
         if event.skipped is not True or not event.loss_scale or interval < 1:
             return []
         if before is not None and before.loss_scale:
-            grown = _powers(event.loss_scale) - _powers(before.loss_scale) - backoff
-            if abs(grown - growth * (taken // interval)) > _ALIKE:
+            grown = log2_of(event.loss_scale) - log2_of(before.loss_scale) - backoff
+            if abs(grown - growth * (taken // interval)) > ALIKE:
                 # Something else moves the scale, or the scaler is not updated once a step.
                 return []
         if taken < interval or taken % interval:
@@ -646,250 +642,6 @@ def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
     )
 
 
-# -- a scale that is not needed, or missing -------------------------------------------------------------------------------
-
-
-class _OfNoUse(Sentences):
-    NOT_NEEDED = (
-        "The run computes in {format:format}, whose range is FP32's, and multiplies its loss by a scale that it does "
-        "not need."
-    )
-    MAY_SKIP = "If something became infinite or NaN, the scaler would silently skip that step."
-    SKIPPED = "The scaler skipped {skipped_steps} steps, so that infinities and NaNs went unnoticed."
-    TAKE_OUT = "Take the scaler out, or switch it off."
-    DISABLED = "scaler = torch.amp.GradScaler(enabled=False)"
-
-
-def _scaler_of_no_use(case: Case) -> Iterator[Found]:
-    """An enabled scaler in a run whose range is FP32's.
-
-    False alarms: A scaler that waits for a switch to FP16 is reported unless it is disabled.
-    """
-    format = run_format(case.session)
-    if not case.scalers or format not in (BFLOAT16, FLOAT32):
-        return
-    skipped = case.progress.skipped_steps
-    yield Found(
-        (_OfNoUse.NOT_NEEDED, _OfNoUse.SKIPPED.when(skipped) or _OfNoUse.MAY_SKIP),
-        {"format": format.name, "skipped_steps": skipped},
-        fix=_OfNoUse.TAKE_OUT,
-        code=_OfNoUse.DISABLED,
-        is_mild=format != BFLOAT16,
-    )
-
-
-class _Missing(Sentences):
-    NO_SCALER = "The run computes in FP16 and no GradScaler was seen."
-    DISABLED_ELSEWHERE = (
-        "The run computes in FP16 and its {scaler} is disabled: it was made for {made_for}{unless_given}, and the model is on "
-        "{devices}. PyTorch disables a scaler whose device is not available, and its scale() returns the loss as it is."
-    )
-    DISABLED = "The run computes in FP16 and its {scaler} is disabled: its scale() returns the loss as it is."
-    BY_HAND = (
-        "The gradients that its optimizer gets are {times} times smaller than the backward's, as in a loop that multiplies its "
-        "loss by a scale by hand{clips}: the scale is not known{nor_skips}."
-    )
-    STEPPED_ON_OVERFLOW = "Nothing skips a step that overflows, as step {broken_step} did."
-    OVERFLOWED = "Step {broken_step} overflowed, and whether the loop skips such steps is not known."
-    FLUSHES_AND_DROPS = (
-        "Gradients of 2^-25 and below become zero, and the loop itself drops gradients that overflow, as in step "
-        "{broken_step}."
-    )
-    FLUSHES = "Gradients of 2^-25 and below become zero, and no scaler skips a step that overflows."
-    ZEROS = "The weight gradients of {zeros} were zero in all sampled steps."
-    CROWD = "Gradients of {crowd:some 3} crowd just above 2^-25, so that some of the zeros were values."
-    GIVE_SCALE = "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
-    FP32_WEIGHTS = "Keep FP32 weights."
-    IN_BF16 = "Compute in BF16, where such gradients are finite and nothing has to be scaled."
-    SKIP_BY_HAND = (
-        "If the loop scales the loss by hand, give the inspector the scale (loss_scale=; mpinspect run: --loss-scale), and let "
-        "the loop skip steps that are not finite."
-    )
-    SCALE = (
-        "Scale the loss{room}; if the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: "
-        "--loss-scale)."
-    )
-    FOR_SCALER = "Keep FP32 weights: GradScaler refuses FP16 gradients."
-    AUTOCAST_BF16 = "with torch.autocast({device_type}, torch.bfloat16):\n    loss = loss_fn(model(x), target)"
-    FOR_DEVICE = "Make the scaler for the device of the model{room}."
-    ENABLE = "Make the scaler with enabled=True{room}."
-    ENABLED = "# once, before the loop\nscaler = torch.amp.GradScaler(\n    {device_type}, enabled=True\n)"
-    ENABLED_AT = (
-        "# once, before the loop\n"
-        "scaler = torch.amp.GradScaler(\n    {device_type},\n    init_scale=2.0**{log2_start},\n    enabled=True,\n)"
-    )
-    SCALED_STEP = "# in the loop\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
-
-
-#: By the sentence on the scaler: the change, and the line that makes the scaler, without and with an initial scale.
-_MADE: dict[_Missing, tuple[_Missing, _Missing | _Scaler, _Missing | _Scaler]] = {
-    _Missing.NO_SCALER: (_Missing.SCALE, _Scaler.NEW, _Scaler.BEGINNING_AT),
-    _Missing.DISABLED_ELSEWHERE: (_Missing.FOR_DEVICE, _Scaler.NEW, _Scaler.BEGINNING_AT),
-    _Missing.DISABLED: (_Missing.ENABLE, _Missing.ENABLED, _Missing.ENABLED_AT),
-}
-
-
-def _scaler_missing(case: Case) -> Iterator[Found]:
-    """An FP16 run in which no scaled loss was seen, or whose scaler is disabled.
-
-    False alarms: A loop that scales by hand looks the same until the inspector is given the scale. If all gradients reach the
-    optimizer or its masters divided by one factor, the finding is information.
-    """
-    if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
-        return
-    if any(change.scale not in (1.0, None) for change in case.progress.scales):
-        # The loop scales by hand, and the inspector was given the scale.
-        return
-    overflowed = [event for event in _skips(case) if event.value == "inf" and event.forward_finite]
-    dropped = next((event for event in overflowed if event.story == DROPPED), None)
-    by_hand = divisors(case)
-    if by_hand is not None:
-        yield _scaled_by_hand(by_hand, dropped, case)
-    elif overflowed and dropped is None:
-        yield _unskipped(overflowed, case)
-    else:
-        yield _unscaled(dropped, case)
-
-
-def _disabled(case: Case) -> tuple[_Missing, dict[str, object]]:
-    """Return the sentence on the missing scaler, and its words: the scaler may be there and disabled."""
-    scaler = next(iter(case.precision.scalers), None)
-    if scaler is None:
-        return _Missing.NO_SCALER, {}
-    devices = case.session.info.devices
-    is_elsewhere = bool(scaler.device and devices) and scaler.device not in devices
-    unless = ", the default of torch.amp.GradScaler()" * (scaler.device == "cuda")
-    words: dict[str, object] = {"scaler": scaler.type, "made_for": scaler.device, "devices": devices}
-    return _Missing.DISABLED_ELSEWHERE.when(is_elsewhere) or _Missing.DISABLED, {**words, "unless_given": unless}
-
-
-def crowded(gradients: Iterable[LayerReport]) -> dict[TensorKey, Visibility]:
-    """Return the gradients, as they arrived, whose counts crowd just above the flush edge: they likely lost too much."""
-    hiding = {
-        layer.key: Visibility(layer.histogram, layer.floor_exponent)
-        for layer in gradients
-        if layer.kind in GRADIENT_KINDS
-        and layer.histogram is not None
-        and layer.floor_exponent is not None
-        and not layer.rounding_noise
-    }
-    return {key: seen for key, seen in hiding.items() if seen.likely_hidden_l1_share() > LOST_L1_TOLERANCE}
-
-
-def _evidence(case: Case) -> dict[str, object]:
-    return {"backwards": case.progress.backwards, "recommended": case.advised.advice.recommended}
-
-
-def _scaled_by_hand(divisors: tuple[float, float], dropped: Event | None, case: Case) -> Found:
-    least, most = (number_or_power(_rounded(divisor)) for divisor in divisors)
-    times, clips = least, ""
-    if least != most:
-        times = f"{least} to {most}"
-        clips = ", which it changes" if all(map(is_power_of_two, divisors)) else ", and may clip"
-    no_scaler, words = _disabled(case)
-    return Found(
-        (no_scaler, _Missing.BY_HAND),
-        {"backwards": case.progress.backwards, "least": divisors[0], "most": divisors[1]},
-        {
-            **words,
-            "times": times,
-            "clips": clips,
-            "nor_skips": ", nor whether the loop skips steps that overflow" * (not dropped),
-        },
-        _Missing.GIVE_SCALE,
-        is_mild=True,
-    )
-
-
-def _rounded(divisor: float) -> float:
-    """Return the nearest power of two if the number is one up to rounding, else four significant digits of it."""
-    if is_power_of_two(divisor):
-        return 2.0 ** round(math.log2(divisor))
-    return float(f"{divisor:.4g}")
-
-
-def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
-    first = next((event for event in overflowed if event.story == TAKEN), overflowed[0])
-    is_stepped = first.story == TAKEN and not survived(first, case.session)
-    in_half = FLOAT16.name in case.precision.weights
-    no_scaler, words = _disabled(case)
-    return Found(
-        (no_scaler, _Missing.STEPPED_ON_OVERFLOW.when(is_stepped) or _Missing.OVERFLOWED),
-        _evidence(case),
-        {**words, "broken_step": first.step},
-        (_Missing.FP32_WEIGHTS.when(in_half), _Missing.IN_BF16),
-        FP32Weights.IN_BF16.when(in_half) or _Missing.AUTOCAST_BF16,
-    )
-
-
-def _unscaled(dropped: Event | None, case: Case) -> Found:
-    zeros, crowd = always_zero(case.totals), [key.name for key in crowded(case.layers)]
-    no_scaler, words = _disabled(case)
-    says = (
-        no_scaler,
-        _Missing.FLUSHES_AND_DROPS.when(dropped) or _Missing.FLUSHES,
-        _Missing.ZEROS.when(zeros),
-        _Missing.CROWD.when(crowd),
-    )
-    words |= {"broken_step": dropped and dropped.step, "zeros": grouped(zeros), "crowd": crowd}
-    if case.precision.has_masters:
-        # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
-        return Found(says, _evidence(case), words, _Missing.SKIP_BY_HAND)
-    recommended = case.advised.advice.recommended
-    log2, room = round(_powers(recommended or 1.0)), ""
-    has_start = log2 != 0
-    if not recommended:
-        log2 = max((_room(case) or 0) - HEADROOM, 0)
-        has_start = 0 < log2 < LOG2_INITIAL or (log2 > LOG2_INITIAL and bool(zeros or crowd))
-        below = f"{HEADROOM} powers of two below the largest at which nothing seen overflows; less may do"
-        room = f" (begin at 2^{log2}, {below})" * has_start
-    in_half = FLOAT16.name in case.precision.weights
-    fix, new, begin = _MADE[no_scaler]
-    return Found(
-        says,
-        _evidence(case),
-        {**words, "room": room, "log2_start": log2},
-        (_Missing.FOR_SCALER.when(in_half), fix),
-        (
-            FP32Weights.IN_FP16.when(in_half),
-            begin.when(has_start) or new,
-            _Missing.SCALED_STEP.when(fix is _Missing.SCALE),
-        ),
-    )
-
-
-def _room(case: Case) -> int | None:
-    """Return the largest k such that no gradient, as it arrived, overflows FP16 when multiplied by 2^k; None without any."""
-    gradients = [window.histogram for key, window in case.totals.items() if key.kind in GRADIENT_KINDS]
-    highest = [k for histogram in gradients if (k := histogram.max_log2_scale(FLOAT16)) is not None]
-    return min(highest, default=None)
-
-
-def divisors(case: Case) -> tuple[float, float] | None:
-    """Return the least and largest number by which all gradients were divided on their way to the optimizer, as by a scale.
-
-    None if they were not. A scale is a power of two or stays the same; clipping divides by other numbers in each step, and
-    averaging by the number of a step's backwards.
-    """
-    of_masters = next(case.recorded(MastersGivenSmaller), None)
-    if of_masters is not None:
-        return of_masters.least, of_masters.most
-    in_half = next(case.recorded(DividedInHalf), None)
-    if in_half is not None and in_half.factor:
-        return 1 / in_half.factor, 1 / in_half.factor
-    found = [each for each in case.recorded(ChangedBeforeStep) if not each.masters]
-    shared = [1 / each.factor for each in found if each.is_uniform and 0 < each.factor < 1]
-    if len(shared) < max(len(found), 2):
-        return None
-    least, most = min(shared), max(shared)
-    is_one = most - least <= _ALIKE * least
-    are_powers = all(map(is_power_of_two, shared))
-    batches = math.ceil(case.progress.backwards / max(case.progress.steps, 1))
-    if least <= batches * (1 + _ALIKE) or not (is_one or are_powers):
-        return None
-    return least, most
-
-
 FAULTS = (
     Fault(
         "scale-falls-for-forward",
@@ -899,20 +651,10 @@ FAULTS = (
         ("non-finite-event",),
     ),
     Fault("scaler-made-anew", "warning", _scaler_made_anew, (_Anew,), ("non-finite-event",)),
-    Fault("scale-too-high", "error", _scale_too_high, (_High, _Scaler), ("non-finite-event",)),
-    Fault("initial-scale-too-high", "warning", _initial_scale_too_high, (_Initial, _Scaler)),
-    Fault(
-        "scaler-missing-in-float16",
-        "warning",
-        _scaler_missing,
-        (_Missing, _Scaler, FP32Weights),
-        ("scale-unknown", "gradients-all-zero", "gradients-already-flushed", "asked-gradients-flushed"),
-        explains_from="warning",
-        is_of_every_step=True,
-    ),
-    Fault("scale-too-low", "warning", _scale_too_low, (_Low, _Scaler), ("gradients-all-zero",), explains_from="info"),
+    Fault("scale-too-high", "error", _scale_too_high, (_High, Scaler), ("non-finite-event",)),
+    Fault("initial-scale-too-high", "warning", _initial_scale_too_high, (_Initial, Scaler)),
+    Fault("scale-too-low", "warning", _scale_too_low, (_Low, Scaler), ("gradients-all-zero",), explains_from="info"),
     # A scaler skips these steps, so that a warning explains them.
     Fault("overflow-recurs", "warning", _overflow_recurs, (_Recurs,), ("non-finite-event",), explains_from="info"),
     Fault("scaler-shared", "warning", _scaler_shared, (_Shared,)),
-    Fault("scaler-in-bfloat16", "warning", _scaler_of_no_use, (_OfNoUse,)),
 )

@@ -1,0 +1,158 @@
+"""Records infinities and NaNs of a step that is computed twice: those of the precision, and those that FP32 has too."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mpinspect.ranges.capture.graph import operator_of
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.operands import CASTS, NARROW, Pending, has_numbers, is_in_forward, numbers_of
+from mpinspect.ranges.faults.measure.origins import Origins
+from mpinspect.ranges.faults.measure.twins import is_finite
+from mpinspect.ranges.records import BornInfinite, BrokenAlike, OverflowedNorm, Record
+from mpinspect.runtime.outputs import leaves
+from mpinspect.runtime.user_line import innermost_line
+
+#: The logarithm of FP16's largest number.
+_LARGEST_EXPONENT = math.log(65504)
+#: The most modules in which infinite divisors are recorded.
+_MOST_NORMS = 3
+#: The most lines on which one operator is named as infinite.
+_MOST_LINES = 5
+
+_Describe = Callable[..., Any]
+
+
+class Broken:
+    """Judges results that are not finite, and quotients by infinities.
+
+    Args:
+        origins: the operators that made large or small values, which lead to infinities.
+    """
+
+    def __init__(self, origins: Origins) -> None:
+        self._origins = origins
+        self.born: list[BornInfinite] = []
+        self._alike: list[BrokenAlike] = []
+        self._norms: list[OverflowedNorm] = []
+        #: The operators of a forward with their lines, by the sequence number of their autograd node.
+        self._makers: dict[int, tuple[str, str]] = {}
+        #: The largest argument of the first exponential in FP32 that FP16 can't hold, and its line.
+        self._exponent: tuple[float, str] | None = None
+
+    def exponential(self, argument: torch.Tensor) -> None:
+        """Remember the argument of an exponential in FP32 whose result is infinite in FP16. Waits for the device."""
+        if self._exponent is None and has_numbers(argument) and argument.dtype is torch.float32 and argument.numel():
+            largest = float(argument.detach().max())
+            if _LARGEST_EXPONENT < largest < math.inf:
+                self._exponent = largest, innermost_line(sys._getframe())
+
+    def made(self, number: int, operator: Any) -> None:
+        """Remember the operator of a forward whose autograd node has this sequence number: the first one that has it."""
+        if number not in self._makers:
+            self._makers[number] = operator.__name__, innermost_line(sys._getframe())
+
+    def judge(
+        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: torch.Tensor, describe: _Describe
+    ) -> None:
+        """Record infinities and NaNs: which are of the precision, and which the exact computation has too.
+
+        Args:
+            value, twin, local: the operator's result, its exact value, and the exact result of the arguments as they are.
+            describe: makes a record of a class at this line.
+        """
+        broken, of = ~value.isfinite(), float(value.numel())
+        born, of_precision = broken & local.isfinite(), broken & twin.isfinite()
+        if bool(born.any()) and value.dtype in NARROW:
+            self._add(pending, value, born, float(local[born].abs().max()), describe)
+        elif self.born:
+            return
+        elif bool(of_precision.any()):
+            self._add(pending, value, of_precision, 0.0, describe)
+        else:
+            # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take.
+            broken &= value != -torch.inf
+            if bool(broken.any()):
+                # An operator that overwrote its input can't show it.
+                is_seen = not pending.func._schema.is_mutable
+                from_finite = is_seen and all(map(is_finite, numbers_of(pending.given[0])))
+                figures = {"elements": float(broken.sum()), "of": of, "from_finite": from_finite}
+                self._alike.append(describe(BrokenAlike, **figures))
+
+    def _add(
+        self, pending: Pending, value: torch.Tensor, where: torch.Tensor, largest: float, describe: _Describe
+    ) -> None:
+        """Record an infinity or NaN of the precision, with the operators before it that lead to it."""
+        figures = {"elements": float(where.sum()), "of": float(value.numel()), "largest": largest}
+        line, operands = "", numbers_of(pending.given[0])
+        names: tuple[str, ...] = ()
+        if self._exponent is not None and largest and pending.func.overloadpacket in CASTS:
+            figures["exponent"], line = self._exponent
+        elif is_in_forward() and not largest:
+            names = self._origins.of(operands)
+        elif is_in_forward() and (near := self._origins.of_overflow(operands, largest)):
+            names, figures["near"] = near.names, near.largest
+        self.born.append(self._at_its_maker(describe(BornInfinite, line, *names, **figures)))
+
+    def _at_its_maker(self, record: Any) -> Any:
+        """Return a record of a backward with the operator of the forward and its line, without a line if that is not known."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return record
+        operator, line = self._makers.get(node._sequence_nr(), ("", ""))
+        if operator_of(node).lower() != operator.replace("_", ""):
+            operator, line = record.names[0], ""
+        return replace(record, names=(operator, line, *record.names[2:]))
+
+    def divided(
+        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, narrow: torch.dtype, describe: _Describe
+    ) -> None:
+        """Record an infinity that 16 bits have made and whose quotients are zero: finite, and all values lost.
+
+        Args:
+            value, twin: the operator's result and its exact value.
+            narrow: the dtype that made the infinity.
+            describe: makes a record of a class at this line.
+        """
+        is_zero = (value == 0) & (twin.abs() >= torch.finfo(value.dtype).tiny)
+        if not self.born or not bool(is_zero.any()):
+            return
+        both = zip(leaves(pending.given[0]), leaves(pending.arguments[0]), strict=True)
+        divisors = [each.isinf() & exact.isfinite() for each, exact in both if has_numbers(each) and has_numbers(exact)]
+        infinite = next((each for each in divisors if bool(each.any())), None)
+        if infinite is None or len(self._norms) == _MOST_NORMS:
+            return
+        of = infinite.numel()
+        figures = {"elements": float(infinite.sum()), "of": of, "is_by_row": of > 1 and infinite.shape[-1] == 1}
+        text = f"{dtype_name(narrow)} {pending.func.overloadpacket.__name__}"
+        record = describe(OverflowedNorm, text=text, **figures)
+        if record.name not in [each.name for each in self._norms]:
+            self._norms.append(record)
+
+    def records(self) -> list[Record]:
+        """Return the first operator that broke, those that break alike on further lines, and the infinite divisors."""
+        # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
+        self._alike.sort(key=lambda each: not each.from_finite)
+        self._makers.clear()
+        return [
+            *(each for found in (self.born, self._alike) for each in found[:1]),
+            *(each for found in (self.born, self._alike) for each in _further(found)),
+            *self._norms,
+        ]
+
+
+def _further(found: Sequence[Record]) -> Iterator[Record]:
+    """Yield records of further lines on which the operator of the first record of a forward breaks by itself."""
+    seen = [each.names[1] for each in found[:1]]
+    for each in found[1:]:
+        is_cause = getattr(each, "largest", 0.0) or getattr(each, "from_finite", False)
+        is_alike = each.names[0] == found[0].names[0] and found[0].names[2] == each.names[2] == "forward"
+        if is_cause and is_alike and each.names[1] not in seen and len(seen) < _MOST_LINES:
+            seen.append(each.names[1])
+            yield each

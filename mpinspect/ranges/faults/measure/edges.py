@@ -1,0 +1,160 @@
+"""Follows arguments to the edges of operators' domains, where these are infinite, in a step that is computed twice."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from mpinspect.ranges.faults.measure.operands import CASTS, DIFFERENCES, NARROW, Pending, has_numbers, takes_gradient
+from mpinspect.ranges.faults.measure.twins import Marks
+from mpinspect.ranges.records import CalledLines, Record, RoundedArgument
+from mpinspect.runtime.user_line import innermost_line
+
+aten = torch.ops.aten
+
+#: Operators that are infinite, or have an infinite derivative, at zero, and the place of the argument.
+_EDGES = {
+    **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.log, aten.log2, aten.log10, aten.reciprocal, aten.pow), 0),
+    aten.div: 1,
+}
+#: Operators whose calls have their lines recorded: a later step, which is not computed twice, may break in one of them.
+_AT_EDGES = frozenset({*_EDGES, aten.exp, aten.log1p})
+#: The most such calls of an operator.
+_MOST_CALLS = 8
+#: Operators whose result has values of their first argument.
+_CARRYING = CASTS | {aten.clamp, aten.clamp_min, aten.clamp_max, aten.relu, aten.abs}
+#: Operators that are given a bound or an epsilon, and those that pass on an element that equals it.
+_BOUNDING = frozenset(
+    {*(aten.clamp, aten.clamp_, aten.clamp_min, aten.clamp_min_), *(aten.clamp_max, aten.clamp_max_, aten.add)}
+)
+_AFFINE = frozenset({aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.sqrt, aten.neg})
+#: The relative error up to which an element equals the number that it follows from.
+_SAME = 0.01
+#: The least error of an argument near zero, relative to its exact value.
+_FAR_OFF = 0.5
+
+
+class Bound(NamedTuple):
+    """A number of the script that rounding changes to a whole number, and the value of an element that equals it.
+
+    Args:
+        names: the operator that was given the number, and its line.
+        bound, rounded, nearest: the number, its value in the tensor's dtype, and the nearest other value there.
+        exact, given: the element that follows from the number, and from its rounded value.
+    """
+
+    names: tuple[str, str]
+    bound: float
+    rounded: float
+    nearest: float
+    exact: float
+    given: float
+
+
+class Edges:
+    """Compares the arguments of operators that are infinite at zero, in a forward, with their exact values."""
+
+    def __init__(self) -> None:
+        #: By operator, the argument near zero that was furthest from its exact value.
+        self._arguments: dict[str, RoundedArgument] = {}
+        #: Rounded bounds, and the lines of differences, by the storage of their result.
+        self._bounds: Marks[Bound] = Marks()
+        self._lines_of: Marks[str] = Marks()
+        #: The lines of the calls that may be infinite, by operator.
+        self._calls: defaultdict[str, list[str]] = defaultdict(list)
+
+    def called(self, operator: Any, args: tuple[Any, ...]) -> None:
+        """Remember the line of an operator that may be infinite at an edge of its domain."""
+        if operator in _AT_EDGES and takes_gradient(args):
+            lines = self._calls[operator.__name__]
+            if len(lines) <= _MOST_CALLS:
+                lines.append(innermost_line(sys._getframe()))
+
+    def ran(self, pending: Pending, value: torch.Tensor, describe: Callable[..., RoundedArgument]) -> None:
+        """Follow and judge an operator of the forward. Waits for the device.
+
+        Args:
+            value: its result.
+            describe: makes a record of a tensor, of a class, at this line.
+        """
+        self._follow(pending, value)
+        if pending.exact is not None:
+            self._follow_line(pending, value)
+            self._compare(pending, describe)
+
+    def _follow(self, pending: Pending, value: torch.Tensor) -> None:
+        """Follow a bound or an epsilon that rounding changes through operators of one tensor and numbers."""
+        func, (first, *others), kwargs = pending.func, *pending.given
+        operator, known = func.overloadpacket, self._bounds.of(first) if has_numbers(first) else None
+        numbers = [each for each in (*others, *kwargs.values()) if type(each) in (int, float)]
+        is_of_numbers = not any(isinstance(each, torch.Tensor) for each in others)
+        if operator in _BOUNDING and is_of_numbers and value.dtype in NARROW:
+            found = filter(None, (_rounded(each, value.dtype) for each in numbers))
+            if whole := next(found, None):
+                names = operator.__name__, innermost_line(pending.frame)
+                self._bounds.put(value, Bound(names, *whole, exact=whole[0], given=whole[1]))
+                return
+        if known is not None and operator in _AFFINE and is_of_numbers:
+            exact, given = (
+                float(func(torch.tensor(each, dtype=torch.float64, device="cpu"), *others, **kwargs))
+                for each in known[-2:]
+            )
+            known = known._replace(exact=exact, given=given)
+        elif operator not in _CARRYING:
+            known = None
+        if known is not None:
+            self._bounds.put(value, known)
+
+    def _follow_line(self, pending: Pending, value: torch.Tensor) -> None:
+        """Remember the line of a difference, also of results that have its values."""
+        operator, first = pending.func.overloadpacket, pending.given[0][0]
+        if operator in DIFFERENCES:
+            self._lines_of.put(value, innermost_line(pending.frame))
+        elif operator in _CARRYING and has_numbers(first) and (line := self._lines_of.of(first)):
+            self._lines_of.put(value, line)
+
+    def _compare(self, pending: Pending, describe: Callable[..., RoundedArgument]) -> None:
+        """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
+        operator, given = pending.func.overloadpacket, pending.given[0]
+        is_smooth = operator is aten.pow and not (isinstance(given[1], (int, float)) and given[1] < 1)
+        if operator not in _EDGES or is_smooth or not has_numbers(argument := given[_EDGES[operator]]):
+            return
+        exact = pending.arguments[0][_EDGES[operator]]
+        # An exact zero is the script's own.
+        error = ((argument.float() - exact) / exact).abs().nan_to_num(0, 0)
+        worst, elements = int(error.argmax()), float((error >= _FAR_OFF).sum())
+        name = operator.__name__
+        if not elements or (name in self._arguments and elements <= self._arguments[name].elements):
+            return
+        figures = {"given": float(argument.flatten()[worst]), "exact": float(exact.flatten()[worst])}
+        names: tuple[str, ...] = (self._lines_of.of(argument) or "",)
+        bound = self._bounds.of(argument)
+        if (
+            bound is not None
+            and math.isclose(bound.exact, figures["exact"], rel_tol=_SAME)
+            and bound.given == figures["given"]
+        ):
+            names += bound.names
+            figures |= {"bound": bound.bound, "rounded": bound.rounded, "nearest": bound.nearest}
+        figures |= {"elements": elements, "of": error.numel()}
+        self._arguments[name] = describe(argument, RoundedArgument, *names, **figures)
+
+    def records(self) -> list[Record]:
+        """Return the worst argument of each operator, and the lines of the operators that are called in few places."""
+        calls = ((name, lines) for name, lines in self._calls.items() if len(lines) <= _MOST_CALLS)
+        return [*(CalledLines(names=tuple(lines), text=name) for name, lines in calls), *self._arguments.values()]
+
+
+def _rounded(number: float, dtype: torch.dtype) -> tuple[float, float, float] | None:
+    """Return a number, its value in a 16-bit dtype and the nearest other one there; None unless rounding makes it a whole one."""
+    value = torch.tensor(number, dtype=dtype, device="cpu")
+    rounded = float(value)
+    if not math.isfinite(rounded) or rounded == number or rounded != round(rounded):
+        return None
+    nearest = (value.view(torch.int16) + (1 - 2 * (abs(number) < abs(rounded)))).view(dtype)
+    return number, rounded, math.copysign(float(nearest), number)

@@ -1,0 +1,202 @@
+"""The operators of a step that is computed twice: their arguments and results, as they are and as twins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._autograd import _get_sequence_nr
+
+from mpinspect.ranges.faults.measure.powers import rows
+from mpinspect.ranges.faults.measure.twins import TWIN_DTYPES, storage_key
+from mpinspect.runtime.outputs import leaves
+
+aten = torch.ops.aten
+
+NARROW = (torch.float16, torch.bfloat16)
+ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
+DIFFERENCES = ADDITIONS | {aten.rsub}
+#: Operators that change no value but by its dtype.
+CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: Beginnings of the names of operators that a backend implements as it likes.
+_BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
+#: The overloads of single operators, by those of foreach operators.
+_SINGLE = {"Scalar": "Scalar", "List": "Tensor", "Tensor": "Tensor", "ScalarList": "Scalar", "": "default"}
+
+
+class Pending(NamedTuple):
+    """An operator that is about to run.
+
+    Args:
+        arguments: its arguments, with twins.
+        exact: its arguments as they are, in FP32 if it overwrites them; None if none of them has a twin of its own.
+        before: the largest relative error that its inputs had inherited; None if they are not overwritten.
+        given: its arguments as they are.
+        dtype: of its first argument, if that is a tensor.
+        is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
+        node: the sequence number of its autograd node; None if it has none.
+        old: the 16-bit values that an operator of the forward changes in place, before it does; None for other operators.
+        frame: its caller's, once it has run.
+        place: among the operators that a foreach operator stands for; None if it is no foreach operator.
+    """
+
+    func: Any
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    exact: tuple[tuple[Any, ...], dict[str, Any]] | None
+    before: float | None
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    dtype: torch.dtype | None
+    is_cast: bool
+    node: int | None
+    old: torch.Tensor | None
+    frame: Any = None
+    place: int | None = None
+
+
+def single_operators(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]] | None:
+    """Return the operators and arguments that a foreach operator stands for; None of another."""
+    name = func.overloadpacket.__name__
+    if not name.startswith("_foreach_"):
+        return None
+    single = getattr(getattr(aten, name.removeprefix("_foreach_"), None), _SINGLE.get(func._overloadname, ""), None)
+    if single is None:
+        return None
+    return [(single, row) for row, _ in rows(args, args[0])]
+
+
+def is_cast_to_fp8(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator casts to FP8, or copies into a tensor in FP8."""
+    operator = func.overloadpacket
+    return (operator is aten._to_copy and kwargs.get("dtype") in _FP8) or (
+        operator is aten.copy_ and args[0].dtype in _FP8
+    )
+
+
+def is_opaque(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operator belongs to a backend, or takes its workspace, whose layout depends on dtypes."""
+    if func.overloadpacket.__name__.lstrip("_").startswith(_BACKENDS):
+        return True
+    return any(isinstance(each, torch.Tensor) and each.dtype is torch.uint8 for each in args)
+
+
+def mutated_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operator writes to."""
+    given = [(*args[place:], kwargs.get(name))[0] for place, name in _written(func)]
+    return [each for each in leaves(given) if isinstance(each, torch.Tensor)]
+
+
+@cache
+def _written(func: Any) -> list[tuple[int, str]]:
+    """Return places and names of arguments that an operator writes to; `native_batch_norm` does without saying so."""
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.name.startswith("running_") or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
+
+
+def mapped(
+    function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an operator's arguments, each replaced by what a function returns for it, those of its lists too."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [function(each) for each in value]
+        return function(value)
+
+    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
+
+
+def wide_copy(value: Any, is_mutated: bool) -> Any:
+    """Return a floating-point tensor in FP32, as a copy if the operator writes to it; a 16-bit dtype as FP32."""
+    if not has_numbers(value):
+        return TWIN_DTYPES.get(value, value)
+    if is_mutated and value.dtype == torch.float32:
+        return value.clone()
+    return value.float()
+
+
+def local_result(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
+    """Return an operator's first result in FP32, from its arguments as they are."""
+    if pending.exact is None:
+        return twin
+    args, kwargs = pending.exact
+    if not pending.func._schema.is_mutable:
+        args, kwargs = mapped(lambda each: wide_copy(each, False), args, kwargs)
+    return numbers_of(pending.func(*args, **kwargs))[0]
+
+
+def summands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
+    """Return the two tensors whose sum an operator has made, in FP32; a number as a tensor without dimensions."""
+    args, kwargs = pending.exact or pending.arguments
+    if pending.old is not None and pending.func.overloadpacket not in ADDITIONS:
+        return [pending.old.float(), total - pending.old.float()]
+    operands = [torch.as_tensor(each, dtype=torch.float32, device=total.device) for each in args[:2]]
+    if pending.old is not None:
+        # The first was overwritten by the second computation.
+        sign = -1 if pending.func.overloadpacket is aten.sub_ else 1
+        operands = [pending.old.float(), sign * kwargs.get("alpha", 1) * operands[1]]
+    return operands
+
+
+def narrow_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
+    """Return the names of the 16-bit tensors by storage."""
+    return {storage_key(each): name for name, each in tensors if has_numbers(each) and each.dtype in NARROW}
+
+
+def numbers_of(result: Any) -> list[torch.Tensor]:
+    return [each for each in leaves((result,)) if has_numbers(each)]
+
+
+def has_numbers(value: Any) -> bool:
+    """Return whether a value is a strided floating-point tensor of torch's own class, in 32 bits or fewer."""
+    return isinstance(value, torch.Tensor) and value.dtype is not torch.bool and may_have_twin(value)
+
+
+def may_have_twin(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is strided, of torch's own class, and one of decisions, or of numbers in 32 bits or fewer."""
+    return tensor.dtype in TWIN_DTYPES and not tensor.is_meta and not is_strange(tensor)
+
+
+def is_decision(value: Any) -> bool:
+    """Return whether a value is a strided tensor of decisions, of torch's own class."""
+    return isinstance(value, torch.Tensor) and value.dtype is torch.bool and may_have_twin(value)
+
+
+def is_integer(value: Any) -> bool:
+    """Return whether a value is a tensor of integers."""
+    return isinstance(value, torch.Tensor) and not (
+        value.is_floating_point() or value.is_complex() or value.dtype is torch.bool
+    )
+
+
+def is_strange(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is of another class or layout, or has no storage or a lazy sign, as in forward-mode AD."""
+    return (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor._is_zerotensor()
+        or tensor.is_neg()
+        or tensor.is_conj()
+    )
+
+
+def is_in_forward() -> bool:
+    return torch._C._current_autograd_node() is None
+
+
+def node_of(tensors: list[torch.Tensor]) -> int | None:
+    """Return the sequence number of the autograd node that an operator on these tensors has got; None if it has none."""
+    if torch._C._current_autograd_node() is not None or not torch.is_grad_enabled():
+        return None
+    return next((_get_sequence_nr() - 1 for each in tensors if each.requires_grad), None)
+
+
+def takes_gradient(args: tuple[Any, ...]) -> bool:
+    """Return whether an operator on these arguments gets an autograd node."""
+    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)

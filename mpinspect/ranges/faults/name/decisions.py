@@ -1,0 +1,98 @@
+"""Faults that a second computation of a step shows: integers and masks that follow from rounding errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
+from mpinspect.ranges.faults.name.operators import MATTERS, by_place, found_at
+from mpinspect.ranges.records import ChangedChoices, ChangedIntegers
+from mpinspect.reporting.sentences import Sentences
+
+
+class _Integers(Sentences):
+    CHANGED = (
+        "In step {step}, in {place}, whole numbers pass through {dtype:format} before they become integers, which "
+        "changed {changed:.0f} of the {of:.0f}: {exact:.0f} became {given:.0f}."
+    )
+    APART = "Keep ids, indices and counts in an integer tensor of their own, apart from the values that are cast to 16 bits."
+    CAST_THE_REST = "# from the FP32 batch\nids = batch[:, 0].long()\nfeatures = batch[:, 1:].to(torch.{dtype})"
+
+
+def _integers_rounded(case: Case) -> Iterator[Found]:
+    """Ids, indices or counts that pass through a 16-bit format and are made integers again.
+
+    False alarms: It is measured: all were whole numbers before the cast, and some are others after it.
+    """
+    for changed in by_place(case.recorded(ChangedIntegers), "changed"):
+        yield found_at(changed, _Integers.CHANGED, _Integers.APART, _Integers.CAST_THE_REST)
+
+
+class _Choices(Sentences):
+    OTHERS = (
+        "In step {step}, in {place}, {choice} of numbers in {dtype:format} makes other integers than in FP32: {changed:.0f} of "
+        "{of:.0f}, such as {given:.0f} in place of {exact:.0f}. They are used as indices or weights."
+    )
+    OTHER_MASK = (
+        "In step {step}, in {place}, {choice} decides otherwise of numbers in {dtype:format} than in FP32, in {changed:.0f} of "
+        "{of:.0f} elements. The result is used as a mask."
+    )
+    NO_FRACTION = (
+        "{whole:percent} of these numbers have a fraction in FP32 and none in {dtype:format}, so that their floor is their "
+        "ceiling."
+    )
+    CROWDED = (
+        "In step {step}, in {place}, {choice} searches a table in {dtype:format}, which has {distinct:.0f} distinct values in "
+        "{entries:.0f} entries: the others are never found."
+    )
+    OF_THEM = "{changed:.0f} of {of:.0f} results differ from FP32's."
+    DECIDE_IN_FP32 = (
+        "Compute the numbers that decide (positions, distances, scores) in FP32, from FP32 inputs, and cast afterwards."
+    )
+    TABLE_IN_FP32 = "Compute and keep the table in FP32. A cast of the model casts its buffers too."
+    POSITION = "position = x.float() * scale\nlow = position.floor().long()"
+    CUMSUM = "# or torch.multinomial\ntable = probabilities.float().cumsum(0)"
+
+
+#: In words, the operators that make integers.
+_COMPARISONS = dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), "a comparison")
+_CHOICES = {"_to_copy": "a cast to integers", "max": "a maximum", "min": "a minimum", **_COMPARISONS}
+
+
+def _choices_differ(case: Case) -> Iterator[Found]:
+    """Integers or a mask that rounding decides: the floor of a position, the nearest code, the entry of a cumulative sum.
+
+    False alarms: It is measured, from one integer in twenty on, if they are used in the same step. A choice between near equals,
+    such as a maximum of similar scores, may matter little. Of a table that was made before the step it is inferred: it has
+    nearly all numbers of its format, and most of them several times.
+    """
+    by_kind: dict[bool, ChangedChoices] = {}
+    for choices in by_place(case.recorded(ChangedChoices), "changed"):
+        by_kind.setdefault(choices.is_of_crowded_table, choices)
+    for is_crowded, choices in by_kind.items():
+        says = (_Choices.CROWDED, _Choices.OF_THEM.when(choices.of))
+        operator = choices.names[0]
+        if not is_crowded:
+            others = _Choices.OTHER_MASK.when(operator in _COMPARISONS) or _Choices.OTHERS
+            says = (others, _Choices.NO_FRACTION.when((choices.whole or 0) >= MATTERS))
+        yield found_at(
+            choices,
+            says,
+            _Choices.TABLE_IN_FP32.when(is_crowded) or _Choices.DECIDE_IN_FP32,
+            _Choices.CUMSUM.when(is_crowded) or _Choices.POSITION.when(operator == "_to_copy"),
+            {"choice": _CHOICES.get(operator, operator)},
+            is_inferred=not choices.of,
+        )
+
+
+FAULTS = (
+    Fault(
+        "integers-rounded",
+        "warning",
+        _integers_rounded,
+        (_Integers,),
+        checked=f"{TWICE}, if the cast to 16 bits is in the step too",
+    ),
+    Fault("choices-differ", "warning", _choices_differ, (_Choices,), checked=TWICE),
+)

@@ -1,0 +1,340 @@
+"""Faults that a second computation of a step shows: infinities and NaNs of 16 bits, and those that FP32 has too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
+from mpinspect.ranges.faults.name.case import Case, LayerInFP32, quoted
+from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, further_lines, of_operation
+from mpinspect.ranges.faults.name.fault import AFTER_BREAK, Fault, Found
+from mpinspect.ranges.faults.name.operators import (
+    CASTS,
+    found_at,
+    operator_named,
+    optimizer_of,
+    origin_of,
+    place_of,
+    words_of,
+)
+from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_flushed
+from mpinspect.ranges.records import BornInfinite, BrokenAlike, BrokenWeights, ExaminedArgument, Record, RoundedArgument
+from mpinspect.ranges.session import Event
+from mpinspect.reporting.sentences import Said, Sentences
+from mpinspect.reporting.words import bracketed, upper_first
+
+#: From here on a number is FP32's largest, up to rounding.
+_LARGEST_OF_FP32 = 3.4e38
+
+
+class Born(Sentences):
+    BEYOND = (
+        "{at}, {operator} overflows {dtype:format} in {count:count element}: the exact result is finite, up to "
+        "{largest:.3g}, and {dtype:format} ends at {end:g}."
+    )
+    FROM_ROUNDED_INPUTS = (
+        "{at}, {operator} is infinite or NaN in {count:count element} in {dtype:format}, and finite in FP32: an "
+        "earlier operator had rounded away the value that keeps it finite."
+    )
+    FROM_ORIGIN = (
+        "{at_origin}, {origin_operator} rounds to {origin_dtype:format} and loses the value that keeps {operator} finite: in "
+        "{place}, it is infinite or NaN in {count:count element}, and finite in FP32."
+    )
+    NEAR = (
+        "{at_origin}, {origin_operator} makes numbers up to {near:.3g}, near {dtype:format}'s end of {end:g}; in {place}, "
+        "{operator} overflows in {count:count element}: the exact result is finite, up to {largest:.3g}."
+    )
+    FIRST = (
+        "The first infinity or NaN was in the forward of step {step}, in {first_place}. These figures are those of step "
+        "{measured}, which was computed a second time, in FP32."
+    )
+    FIRST_OF_BACKWARD = (
+        "The first infinity or NaN was in the backward of step {step}, in {first_place}; at far lower loss scales there were "
+        "more. These figures are those of step {measured}, which was computed a second time, in FP32."
+    )
+    OF_BOUND = (
+        "Its argument is {bound.given:g} in {dtype:format} there, and {bound.exact:.3g} in FP32: {bounding} ({bound_line}) is "
+        "given {bound.bound:.9g}, which {dtype:format} rounds to {bound.rounded:g}. The nearest other number is "
+        "{bound.nearest:.6g}."
+    )
+    BOUND_IN_FP32 = "Compute in FP32 from {bounding} ({bound_line}) to {last}."
+    CAST_BEFORE = (
+        "with torch.autocast({device_type}, enabled=False):\n"
+        "    # the input of {bounding}\n"
+        "    x = x.float()\n"
+        "    # {bounding} and the operators after it"
+    )
+    FURTHER = "It overflows in {further}, too."
+    EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
+    SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
+    PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
+    BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
+    OF_EXPONENT = (
+        "Before it, exp{at_exponent} gets arguments up to {exponent:.3g}; exp(11.09) is FP16's largest number."
+    )
+    BOUND_EXPONENT = "Bound the exponent. A learned scale is initialised with its logarithm."
+    CLAMP_EXPONENT = "most = math.log(100)\nscale = log_scale.clamp_max(most).exp()"
+    STAY_IN_FP32 = "Leave this value in FP32, or bound it first."
+    FROM_ORIGIN_IN_FP32 = (
+        "Compute in FP32 from {origin_place} to {place}: a cast to FP32 in between does not restore the lost bits."
+    )
+    FROM_NEAR_IN_FP32 = (
+        "Compute in FP32 from {origin_place} to {place}, and keep the result in FP32 until its values are small again."
+    )
+    SUBTRACT_LARGEST = "If it is normalised afterwards, subtract the largest exponent first."
+    OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
+    PLAIN = "y = {expression}"
+    CAST_INPUTS = "with torch.autocast({device_type}, enabled=False):\n    # from inputs in FP32\n    y = {expression}"
+    CAST_BOTH = "with torch.autocast({device_type}, enabled=False):\n    x = {origin_expression}\n    y = {of_x}"
+    CAST_ON = (
+        "with torch.autocast({device_type}, enabled=False):\n"
+        "    y = {expression}\n"
+        "    # and the operators that take y\n"
+        "    z = g(y)"
+    )
+    CAST_BOTH_ON = f"{CAST_BOTH}\n    # and the operators that take y\n    z = g(y)"
+    UNCAST = "with torch.autocast({device_type}, enabled=False):\n    # x as it was before the cast\n    y = layer(x)"
+    MASK_OF_THE_DTYPE = (
+        "The value is FP32's largest, as masks often use it: take the largest of the scores' own dtype, so that a fully masked "
+        "row stays finite."
+    )
+    FINFO = (
+        "low = torch.finfo(scores.dtype).min\nmask = scores.new_zeros(shape)\nmask = mask.masked_fill(~allowed, low)"
+    )
+
+
+_SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "linalg_vector_norm", "norm")
+_PRODUCTS = ("mul", "pow")
+#: Operators that are infinite at zero.
+_AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
+
+
+def _overflow_in_operator(case: Case) -> Iterator[Found]:
+    """An operator whose result in 16 bits overflows, where the exact one is finite: of the forward, of an optimizer's step, or of
+    a backward that breaks at loss scales below 2^-8 too.
+
+    False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
+    """
+    return (found for found in _born_infinite(case) if found.evidence["largest"])
+
+
+def _input_rounded_away(case: Case) -> Iterator[Found]:
+    """An operator whose result in 16 bits is infinite or NaN, since an earlier operator rounded one of its inputs: a division by
+    a difference or an epsilon that became zero.
+
+    False alarms: It is measured. The operator that rounded is named where it stands on another line.
+    """
+    return (found for found in _born_infinite(case) if not found.evidence["largest"])
+
+
+def _born_infinite(case: Case) -> Iterator[Found]:
+    """Yield the first operators that are infinite or NaN in 16 bits alone, of the model and of an optimizer's step."""
+    born = list(case.recorded(BornInfinite))
+    yield from _infinite_in_model(case, [each for each in born if not optimizer_of(each)])
+    yield from _infinite_in_optimizer(case, [each for each in born if optimizer_of(each)])
+
+
+def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Found]:
+    norms = {norm.step for norm in overflowed_norms(case)}
+    possible = (each for each in of_model if _is_of_precision(each, case) and each.step not in norms)
+    born = next((each for each in possible if each.largest or not _are_weights_broken(each, case)), None)
+    if born is None:
+        return
+    if born.largest and any(not _is_of_rounding(each, case) for each in case.recorded(ExaminedArgument)):
+        # That fault names the operation, with a remedy of its own. It does not know that an argument is zero in 16 bits alone.
+        return
+    bound = _bound_of(born, case)
+    origin = origin_of(born)
+    fix, code = _remedy(born, origin)
+    if bound:
+        origin, fix, code = None, Born.BOUND_IN_FP32, Born.CAST_BEFORE
+    if not bound and origin is None and born.name and born.names[0] == "addmm" and code is Born.CAST_ON:
+        code = LayerInFP32.of(case.precision)
+    phase = born.names[2]
+    first = first_event(case, phase)
+    further = further_lines(case, born) if born.largest else []
+    is_later, layer, step = beginning(born, first)
+    began = Born.FIRST.when(phase == "forward") or Born.FIRST_OF_BACKWARD
+    yield found_at(
+        born,
+        (
+            _how(born, origin),
+            Born.OF_BOUND.when(bound),
+            Born.OF_EXPONENT.when(born.exponent),
+            Born.FURTHER.when(further),
+            began.when(is_later),
+        ),
+        fix,
+        code,
+        {
+            "count": int(born.elements),
+            "first_place": first and first.place,
+            "path": quoted(born.name),
+            "at": _at(born, is_later),
+            "at_origin": origin and _at(origin, is_later),
+            **words_of(origin),
+            "bound": bound,
+            "bounding": bound and operator_named(bound.names[4]),
+            "bound_line": bound and bound.names[5],
+            "last": f"{operator_named(born.names[0])} ({born.names[1]})",
+            "at_exponent": bracketed("".join(born.names[3:4])),
+            "further": " and ".join(further),
+        },
+        layer=layer,
+        operator="" if origin else born.names[0],
+        is_grave=first is not None,
+        before=[
+            *([origin.names[1]] if origin else born.names[3:4]),
+            *(bound.names[5:] if bound else ()),
+            born.names[1],
+            *further,
+        ],
+        step=step,
+    )
+
+
+def _bound_of(born: BornInfinite, case: Case) -> RoundedArgument | None:
+    """Return the argument of an infinite operator, or of its gradient, that is a rounded bound or epsilon of the script."""
+    same = (each for each in case.recorded(RoundedArgument) if each.bound is not None and each.step == born.step)
+    return next((each for each in same if not born.largest and each.names[:2] == born.names[:2]), None)
+
+
+def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iterator[Found]:
+    is_known = any(epsilon_zero(case)) or any(moments_flushed(case))
+    born = next((each for each in of_optimizer if each.largest or not is_known), None)
+    if born is None:
+        return
+    fix, _ = _remedy(born, None)
+    # The weights that it steps on break the next forward.
+    is_grave = any(event.forward_finite is False and event.step > (born.step or 0) for event in case.events)
+    says = Born.BEYOND.when(born.largest) or Born.FROM_ROUNDED_INPUTS
+    words = {"count": int(born.elements), "at": _at(born, False)}
+    yield found_at(born, says, fix, Born.PLAIN, words, is_grave=is_grave)
+
+
+def _is_of_precision(born: BornInfinite, case: Case) -> bool:
+    """Return whether a step's infinities are of the precision, and not of a loss scale that was too high for its backward."""
+    events = [event for event in case.events if event.step == born.step]
+    return born.names[2] == "forward" or any(event.broken_phase == "backward" for event in events)
+
+
+def _are_weights_broken(found: Record, case: Case) -> bool:
+    """Return whether the weights held infinities or NaNs before a record's step: an update is the cause of those after it."""
+    return any(broken.step <= found.step for broken in case.recorded(BrokenWeights))
+
+
+def _is_of_rounding(examined: ExaminedArgument, case: Case) -> bool:
+    """Return whether an argument's origin is unknown, or a step computed twice shows that it differs from the exact one."""
+    return CONSTANT in examined.text or of_operation(case.recorded(RoundedArgument), examined) is not None
+
+
+def _how(born: BornInfinite, origin: BornInfinite | None) -> Born:
+    if born.largest:
+        return Born.NEAR.when(origin) or Born.BEYOND
+    return Born.FROM_ORIGIN.when(origin) or Born.FROM_ROUNDED_INPUTS
+
+
+def _remedy(born: BornInfinite, origin: BornInfinite | None) -> tuple[Said, Said]:
+    operator = born.names[0]
+    is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
+    # The operators that take a large result would round it again.
+    casts = ((Born.CAST_INPUTS, Born.CAST_BOTH), (Born.CAST_ON, Born.CAST_BOTH_ON))[bool(born.largest)]
+    cast = casts[origin is not None]
+    if origin is not None and born.largest:
+        return (Born.FROM_NEAR_IN_FP32, Born.SUBTRACT_LARGEST.when(origin.names[0].startswith("exp"))), cast
+    if origin is not None:
+        return (Born.FROM_ORIGIN_IN_FP32, Born.EPSILON.when(is_epsilon)), cast
+    if operator.rstrip("_") in _SUMS:
+        return Born.SUM_IN_FP32, cast
+    if operator.rstrip("_") in _PRODUCTS:
+        return Born.PRODUCT_IN_FP32, cast
+    if operator.startswith("exp"):
+        return Born.BOUND_EXP, cast
+    if born.largest >= _LARGEST_OF_FP32:
+        return Born.MASK_OF_THE_DTYPE, Born.FINFO
+    if born.exponent:
+        return Born.BOUND_EXPONENT, Born.CLAMP_EXPONENT
+    if operator in CASTS:
+        return Born.STAY_IN_FP32, Born.UNCAST
+    return (Born.OPERATOR_IN_FP32, Born.EPSILON.when(is_epsilon)), cast
+
+
+def first_event(case: Case, phase: str = "forward") -> Event | None:
+    """Return the first event of a forward, or else of the backward of a finite one."""
+    return next((event for event in case.events if (event.forward_finite is False) == (phase == "forward")), None)
+
+
+def beginning(found: Record, first: Event | None) -> tuple[bool, str, int]:
+    """Return whether an event comes before a record's step, and the module and the step in which the problem began."""
+    if first is not None and first.step < found.step:
+        return True, first.module, first.step
+    return False, found.name, found.step
+
+
+def _at(found: Record, is_later: bool) -> str:
+    """Return in words where an operator ran, and in which step, unless another sentence names the step."""
+    place = f"in {place_of(found)['place']}"
+    return upper_first(place) if is_later else f"In step {found.step}, {place}"
+
+
+class _Alike(Sentences):
+    IN_FP32_TOO = (
+        "{at}, {operator} is infinite or NaN in {count:count element}, in FP32 as well: more bits do not help. Its inputs or its "
+        "weights are the cause."
+    )
+    INPUTS = (
+        "Correct the inputs of {operator} in {place}: a zero that divides, the logarithm of zero, an empty row, or a constant "
+        "that was rounded to 16 bits before the step, such as a noise schedule."
+    )
+    NEW_SCALER = (
+        "If you stay in FP16, make a new GradScaler: the scale of this one was lowered {lowered} times for nothing."
+    )
+
+
+def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
+    """An operator whose result is infinite or NaN in the exact computation as well.
+
+    False alarms: It is measured. It is information if no forward of the run was infinite or NaN.
+    """
+    examined = case.recorded(ExaminedArgument)
+    if overflowed_norms(case) or any(CONSTANT not in each.text for each in examined):
+        # Another fault names these inputs already.
+        return
+    broken = [event for event in case.events if event.forward_finite is False]
+    first = first_event(case)
+    # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
+    is_stepped_on = any(event.skipped is False for event in broken)
+    for alike in case.recorded(BrokenAlike):
+        if (is_stepped_on or _are_weights_broken(alike, case)) and not alike.from_finite:
+            continue
+        # A step of a second opinion has no events.
+        if not case.progress.steps or (first is not None and first.step <= alike.step):
+            is_later, layer, step = beginning(alike, first)
+            lowered = len({event.step for event in broken if event.skipped})
+            words = {"count": int(alike.elements), "lowered": lowered, "first_place": first and first.place}
+            yield found_at(
+                alike,
+                (_Alike.IN_FP32_TOO, Born.FIRST.when(is_later)),
+                (_Alike.INPUTS.when(first), _Alike.NEW_SCALER.when(lowered > 1)),
+                words={**words, "at": _at(alike, is_later)},
+                layer=layer,
+                severity="info" if first is None else "error",
+                step=step,
+            )
+            return
+
+
+#: The findings that an infinity of the precision explains.
+_OF_BORN = ("non-finite-event", "argument-out-of-range")
+FAULTS = (
+    Fault(
+        "breaks-in-fp32-too",
+        "error",
+        _breaks_in_fp32_too,
+        (_Alike, Born),
+        ("scale-falls-for-forward", "non-finite-event", "argument-out-of-range"),
+    ),
+    Fault("overflow-in-operator", "warning", _overflow_in_operator, (Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),
+    Fault("input-rounded-away", "warning", _input_rounded_away, (Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),
+)

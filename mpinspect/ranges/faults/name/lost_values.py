@@ -1,0 +1,397 @@
+"""Faults that a second computation of a step shows: values that 16 bits lose in sums, additions, flushes and differences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
+from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
+from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
+from mpinspect.ranges.faults.name.infinities import Born, beginning, first_event
+from mpinspect.ranges.faults.name.operators import (
+    Gradients,
+    by_place,
+    found_at,
+    gradients_off,
+    optimizer_of,
+    origin_of,
+    place_of,
+    words_of,
+)
+from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed, no_weight_changes
+from mpinspect.ranges.records import (
+    AbsorbedOperand,
+    AmplifiedError,
+    BornInfinite,
+    DividedInHalf,
+    FlushedResult,
+    FrozenBuffer,
+    GrowingSum,
+    LostSum,
+    RoundedConstant,
+)
+from mpinspect.reporting.sentences import Sentences
+
+#: The part of a sum that is not lost by rounding alone, whatever the gradients are.
+_MOST_OF_IT = 0.25
+#: The share of a sum's elements that do not change, from which on an addition does nothing.
+_MOSTLY = 0.5
+#: The root mean square of a branch that begins near zero on purpose, as LayerScale and zero-initialised adapters do, is smaller.
+_LEAST_BRANCH = 2.0**-6
+#: torch's dtypes of the FP8 formats.
+_FP8_TYPES = {FLOAT8_E4M3.name: "float8_e4m3fn", FLOAT8_E5M2.name: "float8_e5m2"}
+
+
+class _Sum(Sentences):
+    LOSES = (
+        "In step {step}, in {place}, {operator} adds up in {dtype:format} and loses {error:.0%} of its result: one element "
+        "is {value:.4g} where the exact result is {exact:.4g}."
+    )
+    IN_FP32 = "Add up in FP32: cast the terms before the sum, and its result afterwards."
+    CAST = "total = {expression}"
+    CAST_INDEXED = "total = total.float().index_add(\n    0, index, terms.float()\n)"
+    CAST_PUT = "total = total.float().index_put(\n    index, terms.float(), accumulate=True\n)"
+
+
+def _sum_loses_terms(case: Case) -> Iterator[Found]:
+    """A sum in 16 bits whose terms are rounded away.
+
+    False alarms: It is measured, from an error of 3% on. It is information below 25% if no weight's gradient is off by 10%.
+    """
+    for lost in by_place(case.recorded(LostSum), "error"):
+        also, words = gradients_off(lost)
+        is_fault = also is not None or lost.error >= _MOST_OF_IT
+        operator = lost.names[0].strip("_")
+        code = _Sum.CAST_INDEXED.when(operator.startswith(("index", "scatter", "embedding"))) or _Sum.CAST
+        code = _Sum.CAST_PUT.when(operator.startswith("index_put")) or code
+        fix = _Sum.IN_FP32.when(is_fault)
+        more = {"operator": lost.names[0], "is_mild": not is_fault}
+        yield found_at(lost, (_Sum.LOSES, also), fix, code.when(is_fault), words, **more)
+
+
+class _Absorbed(Sentences):
+    NOTHING_CHANGES = (
+        "In step {step}, in {place}, an addition in {dtype:format} leaves {unchanged:percent} of the elements as they were: the "
+        "smaller operand is below half a unit in the last place of the larger one, and {error:percent} of it is lost."
+    )
+    SUM_STOPS = (
+        "In step {step}, in {place}, {unchanged:percent} of {times:.0f} additions in {dtype:format} leave the sum as it was: it "
+        "has grown until a term is below half a unit in its last place."
+    )
+    SUM_IN_FP32 = "Keep the running sum in FP32, and add FP32 terms to it."
+    ZERO_IN_FP32 = "total = torch.zeros((), dtype=torch.float32)"
+    STREAM_IN_FP32 = "Keep the larger operand, such as a residual stream or a running sum, in FP32, and add in FP32."
+    CAST = "# once, before the blocks\nx = x.float()\n# in each block\nx = x + block(x.to(torch.{dtype})).float()"
+
+
+def _addition_changes_nothing(case: Case) -> Iterator[Found]:
+    """An addition in 16 bits whose smaller operand the larger one absorbs.
+
+    False alarms: A branch that begins near zero on purpose (LayerScale, a zero-initialised adapter) is information: its root mean
+    square is below 2^-6.
+    """
+    for absorbed in by_place(case.recorded(AbsorbedOperand), "error"):
+        also, words = gradients_off(absorbed)
+        begins_near_zero = absorbed.size is not None and absorbed.size < _LEAST_BRANCH and also is None
+        is_fault = absorbed.unchanged >= _MOSTLY and not begins_near_zero
+        says, fix, code = _Absorbed.NOTHING_CHANGES, _Absorbed.STREAM_IN_FP32, _Absorbed.CAST
+        if absorbed.times > 1:
+            # Such a sum has lost most of its terms, although it has changed until it stopped.
+            is_fault = True
+            says, fix, code = _Absorbed.SUM_STOPS, _Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32
+        yield found_at(absorbed, (says, also), fix.when(is_fault), code.when(is_fault), words, is_mild=not is_fault)
+
+
+class _Kept(Sentences):
+    BUFFER_STOPS = (
+        "In step {step}, in {place}, {changes} in {dtype:format} leave {unchanged:percent} of the {sort} {buffer!r} as it was: "
+        "they change it by less than half a unit in the last place of its values."
+    )
+    STOPS = (
+        "In step {step}, in {place}, {changes} leave {unchanged:percent} of a tensor unchanged that persists from step to step "
+        "in {dtype:format}, such as {such_as}: they change it by less than half a unit in the last place of its values."
+    )
+    WILL_STOP = (
+        "In step {step}, in {place}, {term:.3g} is added to a sum of {total:.4g} that persists from step to step in "
+        "{dtype:format}, whose numbers lie {unit:g} apart there: it will not grow beyond about {stops_at:.3g}."
+    )
+    STATE_STOPS = (
+        "In step {step}, in {place}, {changes} leave {unchanged:percent} of the state {buffer!r} as it was, which is in "
+        "{dtype:format}: they change it by less than half a unit in the last place of its values."
+    )
+    ROUNDED = (
+        "In step {step}, in {place}, {whose} is mostly rounding, as in a moving average in {dtype:format} whose decay is near 1: "
+        "the error of its operators together is {rounded:.3g} times the exact change, and {unchanged:percent} of the elements "
+        "are as before."
+    )
+    STATE_IN_FP32 = (
+        "Keep this state in FP32. Optimizer.load_state_dict casts states to the dtype of their parameter: cast them back after "
+        "loading."
+    )
+    STATE = 'state["{buffer}"] = torch.zeros_like(\n    parameter, dtype=torch.float32\n)'
+    BUFFER_IN_FP32 = "Keep this buffer in FP32, and add FP32 terms to it."
+    BUFFER_SCALED_IN_FP32 = (
+        "Keep this buffer in FP32, or compute it from the step's number. A cast of the model casts its buffers too."
+    )
+    IN_FP32 = "Keep this tensor in FP32, and add FP32 terms to it."
+    SCALED_IN_FP32 = "Keep this tensor in FP32, or a schedule's number as a Python float."
+    WEIGHT_IN_FP32 = "Keep this weight in FP32, change it there, and cast it where it is used."
+    MASTER = "# once\nmaster = weight.detach().float()\n# in each step\nmaster.add_(update)\nweight.copy_(master)"
+    NUMBER = "Keep this sum in FP32 or as a Python number; a counter is best an integer."
+    REGISTER = 'self.register_buffer(\n    "{name}",\n    torch.zeros(shape, dtype=torch.float32),\n)'
+    UNCAST = "# after model.to(dtype)\nbuffer = model.get_buffer({path})\nbuffer.data = buffer.data.float()"
+    FLOAT = "# once; or a Python number, such as\n# value = start * rate**step\nvalue = value.float()"
+    CAST = (
+        "# once\n"
+        "average = weight.detach().float().clone()\n"
+        "# in each step\n"
+        "new = weight.detach().float()\n"
+        "average.lerp_(new, 1 - decay)"
+    )
+    ITEM = "total += loss.item()"
+
+
+#: In words, the operators that change a tensor by an amount that depends on its own size.
+_SCALING = {"mul": "multiplications", "div": "divisions", "pow": "powers", "lerp": "interpolations"}
+
+
+def _sum_stops(case: Case) -> Iterator[Found]:
+    """A moving average, running sum, counter or schedule in 16 bits, an optimizer's state, or a weight that the loop changes,
+    that no longer changes, or will not for long, or whose change in a step is mostly rounding.
+
+    False alarms: A sum that is set to zero again in time only rounds its terms. A number at the bound of a clamp is left out.
+    That a sum will stop is inferred from one addition a step, and information if it would not within the run.
+    """
+    flushed = _flushed_lines(case)
+    moments = {found.evidence["state"] for found in moments_cannot_decay(case) if not found.is_inferred}
+    for frozen in by_place(case.recorded(FrozenBuffer), "unchanged"):
+        buffer = frozen.names[-1]
+        if frozen.names[1] in flushed or (optimizer_of(frozen) and buffer in moments):
+            # Another fault names the line, or the state.
+            continue
+        changes = _SCALING.get(frozen.names[0].strip("_"), "additions")
+        is_scaled = changes not in ("additions", "interpolations")
+        fix, code = _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.IN_FP32, _Kept.REGISTER.when(buffer) or _Kept.CAST
+        if is_scaled:
+            fix = _Kept.BUFFER_SCALED_IN_FP32.when(buffer) or _Kept.SCALED_IN_FP32
+            code = _Kept.UNCAST.when(buffer) or _Kept.FLOAT
+        if frozen.is_weight:
+            fix, code = _Kept.WEIGHT_IN_FP32, _Kept.MASTER
+        says = _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS
+        if buffer and optimizer_of(frozen):
+            says, fix, code = _Kept.STATE_STOPS, _Kept.STATE_IN_FP32, _Kept.STATE
+        sort = ("buffer", "weight")[frozen.is_weight]
+        whose = "the change of a tensor that persists from step to step"
+        if buffer:
+            whose = f"the change of the {'state' if optimizer_of(frozen) else sort} {buffer!r}"
+        words = {
+            "whose": whose,
+            "buffer": buffer,
+            "sort": sort,
+            "name": buffer.rpartition(".")[2],
+            "path": quoted(buffer),
+            "changes": changes,
+            "such_as": ("a moving average", "a schedule or a decaying average")[is_scaled],
+        }
+        yield found_at(frozen, _Kept.ROUNDED.when(frozen.rounded) or says, fix, code, words)
+    stopped = {frozen.names[:2] for frozen in case.recorded(FrozenBuffer)}
+    for growing in by_place(case.recorded(GrowingSum), "total"):
+        left = (growing.stops_at - growing.total) / growing.term
+        stops = left <= case.progress.steps - (growing.step or 0)
+        if growing.names[:2] in stopped or (not stops and growing.term % growing.unit == 0):
+            # It has stopped, or loses nothing before the run ends.
+            continue
+        fix, code = _Kept.NUMBER, _Kept.ITEM
+        yield found_at(growing, _Kept.WILL_STOP, fix, code, is_mild=not stops, is_inferred=True)
+
+
+class _Flush(Sentences):
+    BECOMES_ZERO = (
+        "In step {step}, in {place}, {operator} flushes {flushed:percent} of {count:count non-zero result} to zero. Their "
+        "exact values are up to {largest:.2g}; FP16 flushes magnitudes of 3e-8 and below."
+    )
+    TAKEN = "A tensor that persists from step to step takes them."
+    CAST = (
+        "In step {step}, in {place}, a cast to {dtype:format} flushes {flushed:percent} of {count:count non-zero value} to zero. "
+        "They are up to {largest:.2g}; {dtype:format} flushes magnitudes of 2^{edge} and below."
+    )
+    IN_FP32 = "Compute this operator in FP32, from FP32 inputs, and keep averages and sums of its results in FP32."
+    SCALE = "Multiply the values by a scale before the cast, and divide by it after the product."
+    FLOAT = "# total in FP32\ntotal += {expression}"
+    SCALED = (
+        "end = torch.finfo(torch.{type}).max\n"
+        "largest = x.abs().amax().clamp(min=1e-30)\n"
+        "scale = end / largest\n"
+        "x8 = (x.float() * scale).to(torch.{type})\n"
+        "y = product(x8.float()) / scale"
+    )
+
+
+def _operator_flushes(case: Case) -> Iterator[Found]:
+    """An operator of an optimizer's step, or of values that the loop keeps, most of whose results FP16 flushes; or a cast to FP8
+    that flushes nearly all values.
+
+    False alarms: It is measured, from half of the results on. Values that are to be zero in the end, such as updates after the
+    training has converged, are reported too. A cast to FP8 is reported if it flushes nine tenths of the values and half of their
+    sum.
+    """
+    yield from _casts_flush(case)
+    if any(moments_flushed(case)) or any(epsilon_zero(case)):
+        return
+    divided = {each.text for each in case.recorded(DividedInHalf)}
+    for flushed in by_place(case.recorded(FlushedResult), "flushed"):
+        if flushed.text not in _FP8_TYPES and flushed.names[1] not in divided:
+            taken = _Flush.TAKEN.when(not optimizer_of(flushed))
+            words = {"count": int(flushed.elements)}
+            yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, _Flush.FLOAT, words)
+
+
+def _casts_flush(case: Case) -> Iterator[Found]:
+    """Yield casts to FP8 without a scale."""
+    for flushed in by_place(case.recorded(FlushedResult), "flushed"):
+        if flushed.text in _FP8_TYPES:
+            edge, type = FORMATS[flushed.text].flush_exponent, _FP8_TYPES[flushed.text]
+            words = {"count": int(flushed.elements), "edge": edge, "type": type}
+            yield found_at(flushed, _Flush.CAST, _Flush.SCALE, _Flush.SCALED, words)
+
+
+def _flushed_lines(case: Case) -> set[str]:
+    return {each.names[1] for each in case.recorded(FlushedResult)} - {""}
+
+
+class _One(Sentences):
+    IS_ONE = (
+        "In step {step}, in {place}, the difference of 1 and a number in {dtype:format} is 0: factors above "
+        "1 - 2^-{bits} = {most:.6g} are rounded to 1, such as a beta2 of {such_as}. A bias correction or a weight that is "
+        "computed from this difference is lost."
+    )
+    ALL_LOST = "With it nearly no update changes a weight: the model hardly trains."
+    PYTHON = "Keep decay factors, and their powers, as Python numbers or in FP32."
+    CORRECTION = "# Python numbers\ncorrection = 1 - beta2**step"
+
+
+def _constant_is_one(case: Case) -> Iterator[Found]:
+    """A decay factor in 16 bits that an optimizer's step subtracts from 1, which it equals.
+
+    It is an error if nearly no update changes a weight: a division by the difference gives infinities, and these updates of zero.
+
+    False alarms: That the number was rounded to 1 is inferred. A factor that is 1 on purpose is reported too.
+    """
+    all_lost = no_weight_changes(case)
+    for constant in by_place(case.recorded(RoundedConstant), "step"):
+        bits = SIGNIFICAND_BITS[constant.text] + 1
+        words = {"bits": bits, "most": 1 - 2.0**-bits, "such_as": ("0.999", "0.9999")[constant.text == FLOAT16.name]}
+        says = (_One.IS_ONE, _One.ALL_LOST.when(all_lost))
+        yield found_at(constant, says, _One.PYTHON, _One.CORRECTION, words, is_grave=all_lost, is_inferred=True)
+
+
+class _Left(Sentences):
+    ERROR_IS_LEFT = (
+        "In step {measured}, in {place}, {operator} leaves mostly rounding error: its {inputs} off by {before:percent}, its "
+        "result is off by {off}."
+    )
+    BREAKS = (
+        "From there {broken} in {broken_place} becomes infinite or NaN in {count:count element}, and is finite in FP32."
+    )
+    ARISES_EARLIER = (
+        "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
+        "leaves mostly that error: its {inputs} off by {before:percent}, its result is off by {off}."
+    )
+    LARGE_NUMBERS = (
+        "In step {step}, in {place}, numbers up to {largest:.4g} in {dtype:format} are subtracted from each other, where "
+        "neighbouring numbers lie {unit:g} apart. The differences are multiples of that, {typical:g} in the median: smaller "
+        "ones were lost when the numbers became {dtype:format}."
+    )
+    BEFORE_THE_CAST = (
+        "Subtract in int64 or FP64, and cast the difference. For one difference from a fixed origin, subtract that origin before "
+        "the cast."
+    )
+    IN_INT64 = "# x, y in int64 or FP64,\n# as the data have them\ndifference = (x - y).float()"
+    OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
+    INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
+    DIFFERENCE = (
+        "with torch.autocast({device_type}, enabled=False):\n"
+        "    # from inputs in FP32\n"
+        "    a = f(x.float())\n"
+        "    b = g(x.float())\n"
+        "    difference = a - b"
+    )
+
+
+def _rounding_error_left(case: Case) -> Iterator[Found]:
+    """An operator whose result is mostly the rounding error of its inputs: a difference that cancels, a sine of a large number, a
+    difference of whole numbers that FP32 can't represent, such as Unix times.
+
+    False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it,
+    unless it is a difference in 16 bits in code outside of modules, as of a loss. Of numbers beyond 2^24 in FP32 it is inferred:
+    they may be multiples of their distance there by chance.
+    """
+    first = first_event(case)
+    flushed = _flushed_lines(case)
+    others = (each for each in case.recorded(AmplifiedError) if each.names[1] not in flushed)
+    for cancelled in by_place(others, "after"):
+        if cancelled.unit:
+            yield found_at(cancelled, _Left.LARGE_NUMBERS, _Left.BEFORE_THE_CAST, _Left.IN_INT64, is_inferred=True)
+            continue
+        is_difference = cancelled.names[0].rstrip("_") in ("add", "sub", "rsub")
+        also, words = gradients_off(cancelled)
+        born = _born_from(cancelled, case)
+        # The loss's own difference is reported as a value, too, and its remedy is simple.
+        is_of_loss = not cancelled.name and is_difference and cancelled.text in SIGNIFICAND_BITS
+        is_mild, step = also is None and born is None and not is_of_loss, cancelled.step
+        if born is not None:
+            place = place_of(born)
+            words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
+            _, _, step = beginning(born, first)
+        off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "more than 1,000%"
+        origin = origin_of(cancelled)
+        fix = Born.FROM_ORIGIN_IN_FP32.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32
+        is_subtracted = cancelled.names[0].strip("_") in ("sub", "rsub") and not origin
+        yield found_at(
+            cancelled,
+            (_Left.ARISES_EARLIER.when(origin) or _Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
+            fix.when(not is_mild),
+            (_Left.DIFFERENCE.when(is_difference and not origin) or Born.CAST_BOTH).when(not is_mild),
+            words={
+                **words,
+                "off": off,
+                "inputs": ("input was", "operands were")[is_difference],
+                "origin_expression": "f(z.float())",
+                **words_of(origin),
+            },
+            operator=cancelled.names[0] if is_subtracted else "",
+            is_grave=born is not None,
+            is_mild=is_mild,
+            before=[origin.names[1]] if origin else [],
+            step=step,
+        )
+
+
+def _born_from(cancelled: AmplifiedError, case: Case) -> BornInfinite | None:
+    """Return an infinity or NaN of the same module and step that the exact computation does not have, for its inputs' errors."""
+    return next(
+        (
+            born
+            for born in case.recorded(BornInfinite)
+            if not born.largest and (born.name, born.step, born.names[2]) == (cancelled.name, cancelled.step, "forward")
+        ),
+        None,
+    )
+
+
+FAULTS = (
+    Fault("constant-is-one", "warning", _constant_is_one, (_One,), ("updates-lost",), checked=TWICE),
+    Fault("operator-flushes", "warning", _operator_flushes, (_Flush,), checked=TWICE),
+    Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, Gradients), checked=TWICE),
+    Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, Gradients), checked=TWICE),
+    Fault("buffer-stops-changing", "warning", _sum_stops, (_Kept,), checked=TWICE),
+    Fault(
+        "result-is-rounding-error",
+        "warning",
+        _rounding_error_left,
+        (_Left, Gradients),
+        (*OF_FORWARD, "argument-out-of-range"),
+        checked=TWICE,
+    ),
+)

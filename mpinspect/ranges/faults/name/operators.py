@@ -1,0 +1,143 @@
+"""Words and code for operators that a second computation of a step judged, and for the places where they ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from mpinspect.numeric.formats import FORMATS
+from mpinspect.ranges.faults.name.fault import Found
+from mpinspect.ranges.records import AbsorbedOperand, AmplifiedError, LostSum, Record
+from mpinspect.ranges.session import module_named
+from mpinspect.reporting.sentences import Said, Sentences
+from mpinspect.reporting.words import bracketed
+
+#: An error of the gradients from which on rounding matters: BF16 alone makes some 1%.
+MATTERS = 0.1
+Placed = TypeVar("Placed", bound=Record)
+
+_OUTSIDE = "code outside of modules"
+#: The beginning of the phase of an optimizer's operators.
+_STEP_OF = "step of "
+#: The beginning of the phase of the operators of a backward that is Python code.
+_BACKWARD_OF = "backward of "
+#: Operators whose names say little.
+_IN_WORDS = {
+    "_to_copy": "a cast",
+    "copy_": "a copy",
+    "mm": "a matrix product",
+    "addmm": "a linear layer",
+    "bmm": "a batched matrix product",
+    "_softmax": "softmax",
+    "rsub": "a difference",
+}
+#: The binary operators as code.
+_SIGNS = {"add": "+", "sub": "-", "rsub": "-", "mul": "*", "div": "/", **dict.fromkeys(("mm", "bmm", "mv", "dot"), "@")}
+#: The methods of a tensor that operators are, as code.
+_METHODS = {
+    "linalg_vector_norm": "norm()",
+    "pow": "pow(p)",
+    **{name: f"{name}(dim)" for name in ("cumsum", "log_softmax", "logsumexp", "softmax")},
+    **{name: f"{name}()" for name in ("exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "reciprocal")},
+    **{name: f"{name}()" for name in ("cos", "rsqrt", "sigmoid", "sin", "sqrt", "tan", "tanh")},
+    **{name: f"{name}()" for name in ("mean", "norm", "prod", "std", "sum", "var")},
+}
+#: Operators that change dtypes alone.
+CASTS = ("_to_copy", "copy_")
+
+
+def expression(operator: str, cast: str = ".float()", other: str = "b") -> str:
+    """Return an operator as code.
+
+    Args:
+        operator: its name in torch.
+        cast: follows each operand.
+        other: the second operand of a binary operator.
+    """
+    name = operator.strip("_")
+    if operator in CASTS:
+        return "x.float()"
+    if name == "addmm":
+        return f"x{cast} @ w{cast}.T + b{cast}"
+    if name in _SIGNS:
+        return f"a{cast} {_SIGNS[name]} {other}{cast}"
+    return f"x{cast}.{_METHODS[name]}" if name in _METHODS else f"f(x{cast})"
+
+
+def by_place(records: Iterable[Placed], size: str) -> Iterator[Placed]:
+    """Yield one record of each operator and line: the first, of all steps computed twice, with at least half the largest size."""
+    alike: dict[tuple[str, tuple[str, ...]], list[Placed]] = {}
+    for record in records:
+        alike.setdefault((record.name, record.names[:3]), []).append(record)
+    for found in alike.values():
+        largest = max(getattr(record, size) for record in found)
+        yield next(record for record in found if getattr(record, size) >= largest / 2)
+
+
+def operator_named(operator: str) -> str:
+    """Return torch's name of an operator in words."""
+    return _IN_WORDS.get(operator, operator.strip("_"))
+
+
+def place_of(record: Record) -> dict[str, object]:
+    """Return in words the operator of a record, its place and its dtype."""
+    operator, line, phase = record.names[:3]
+    operator = operator_named(operator)
+    module = record.name and module_named(record.name)
+    place = (module and module + bracketed(line)) or line or _OUTSIDE
+    if phase == "backward":
+        place = f"the backward of {module or _OUTSIDE}{bracketed(line)}"
+        operator = f"the gradient of {operator}" if line else operator
+    if phase.startswith(_BACKWARD_OF):
+        place = f"the {phase}{bracketed(line)}"
+    if optimizer := optimizer_of(record):
+        place = f"{optimizer}'s step{bracketed(line)}"
+    return {
+        "operator": operator,
+        "place": place,
+        "line": line,
+        "expression": expression(record.names[0]),
+        "of_x": expression(record.names[0], "", "x"),
+        "dtype": record.text,
+        "end": FORMATS[record.text].max_finite,
+    }
+
+
+def optimizer_of(record: Record) -> str:
+    """Return the class of the optimizer in whose step an operator ran; "" for an operator outside of one."""
+    return record.names[2].removeprefix(_STEP_OF) if record.names[2].startswith(_STEP_OF) else ""
+
+
+def origin_of(record: Placed) -> Placed | None:
+    """Return a record of the earlier operator that a record names, at another line; None without one."""
+    names = record.names[4:]
+    if len(names) < len(("operator", "line", "module", "dtype")) or names[1] == record.names[1]:
+        return None
+    operator, line, module, dtype = names
+    return replace(record, name=module, names=(operator, line, "forward"), text=dtype)
+
+
+def words_of(origin: Record | None) -> dict[str, object]:
+    """Return the words of an earlier operator, whose names begin with "origin"."""
+    return {f"origin_{name}": value for name, value in place_of(origin).items()} if origin else {}
+
+
+def found_at(
+    record: Record, says: Said, fix: Said, code: Said = (), words: Mapping[str, object] | None = None, **more: Any
+) -> Found:
+    """Return the occurrence that a record shows, at its operator; the sentences may use its figures and its place."""
+    operator, line, phase = record.names[:3]
+    evidence = {"operator": operator, "line": line, "phase": phase, "dtype": record.text, **record.figures}
+    words = {**place_of(record), "measured": record.step, **(words or {})}
+    return Found(says, evidence, words, fix, code, **{"layer": record.name, "step": record.step, **more})
+
+
+class Gradients(Sentences):
+    OFF = "With all rounding of the step together, the gradient of {weight!r} is off by {gradients_error:.0%}."
+
+
+def gradients_off(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[Gradients | None, dict[str, object]]:
+    """Return the sentence on the gradients' error, if it matters, and the weight."""
+    matters = record.gradients_error is not None and record.gradients_error >= MATTERS
+    return Gradients.OFF.when(matters), {"weight": "".join(record.names[3:4])}
