@@ -119,6 +119,16 @@ class ExaminedBatch(Examined, kind="examined-batch"):
     """The model's input."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExaminedOutliers(Examined, kind="examined-outliers"):
+    """Finite values of the model's input that FP16 can't hold. ``name``: the innermost module that it was given to.
+
+    ``largest``: the largest magnitude.
+    """
+
+    largest: float
+
+
 class ExaminedTarget(Examined, kind="examined-target"):
     """The loss's target."""
 

@@ -10,7 +10,7 @@ from mpinspect import Inspector, count_exponents
 from mpinspect.counting import count, layout
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.capture import tally as tally_module
-from mpinspect.ranges.capture.loss_scale import BackwardScale, from_number
+from mpinspect.ranges.capture.backward_scale import BackwardScale, from_number
 from mpinspect.ranges.capture.tally import HostCopy, Sample, Tally
 from mpinspect.ranges.session import TensorKey
 

@@ -482,6 +482,16 @@ def nan_in_batch(broken):
     return train(model, batch_of=batch_of)
 
 
+def outlier_in_batch(broken):
+    def batch_of(step, x):
+        if broken and step == 5:
+            x[3, 2] = 1e5
+        return x
+
+    model = mlp()
+    return train(model, batch_of=batch_of, autocast=torch.float16)
+
+
 class Scores(nn.Module):
     def __init__(self):
         super().__init__()
@@ -1349,6 +1359,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("batch-not-finite", "", 5, nan_targets_absolute),
     ("argument-out-of-range", "", 5, ignored_targets),
     ("batch-not-finite", "", 4, infinity_beside_a_mask),
+    ("batch-beyond-float16", "0", 5, outlier_in_batch),
     ("mask-hides-whole-row", "", 3, masked_row),
     ("zero-row-normalized", "1", 0, zero_weight),
     ("mask-hides-whole-row", "blocks.0", 3, mask_given_to_blocks),
@@ -1427,6 +1438,29 @@ def test_each_loop_without_its_fault_has_no_such_finding(id, module, step, loop)
 
 def quiet(report, id):
     assert not named(report, id), [str(finding) for finding in report.findings]
+
+
+def test_an_overflow_in_fp32_is_not_blamed_on_the_range_of_fp16():
+    def batch_of(step, x):
+        if step == 5:
+            x[3, 2] = 3e38
+        return x * 4
+
+    report = train(mlp(), batch_of=batch_of)
+    assert report.session.events[0].step == 5
+    quiet(report, "batch-beyond-float16")
+
+
+@pytest.mark.parametrize(("steps", "severity"), [(60, "warning"), (20, "error")])
+def test_rare_outliers_whose_steps_a_scaler_skips_are_a_warning(steps, severity):
+    def batch_of(step, x):
+        if step == 5:
+            x[3, 2] = 1e5
+        return x
+
+    report = train(mlp(), steps=steps, scaler=4.0, batch_of=batch_of, autocast=torch.float16)
+    (finding,) = named(report, "batch-beyond-float16")
+    assert (finding.severity, finding.evidence["rows"], finding.step) == (severity, ["3"], 5)
 
 
 def test_for_a_row_of_zeros_in_fp32_no_cast_to_fp32_is_advised():

@@ -11,7 +11,7 @@ from trainings import take_step
 
 from mpinspect import FLOAT16, Inspector, MpinspectWarning, count_exponents
 from mpinspect.ranges.analyse import analyse
-from mpinspect.ranges.capture.loss_scale import BackwardScale, from_callable, from_number, from_scaler
+from mpinspect.ranges.capture.backward_scale import BackwardScale, from_callable, from_number, from_scaler
 from mpinspect.ranges.session import Session, TensorKey, TensorWindow
 
 

@@ -15,7 +15,7 @@ from mpinspect import count_exponents
 from mpinspect.counting import count, layout
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.capture.arrangement import Arrangement, RowSet, SampleOf, StepScale, rounds
-from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale, from_number
+from mpinspect.ranges.capture.backward_scale import UNSCALED, BackwardScale, from_number
 from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name
 from mpinspect.ranges.capture.window_rows import WindowRows, row_columns
 from mpinspect.ranges.kinds import GRADIENT_KINDS

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mpinspect.kernels.trace import notes
+from mpinspect.kernels.trace import unreadable
 from mpinspect.kernels.trace.producers import producer
 from mpinspect.kernels.trace.text import (
     JSON,
@@ -105,9 +105,9 @@ class EventStream:
         elif first == "{":
             yield from self._finished(self._object())
         else:
-            raise TraceError(notes.no_json(self._source, self._text.text[self._text.at :][:_FIRST]))
+            raise TraceError(unreadable.no_json(self._source, self._text.text[self._text.at :][:_FIRST]))
         if not self._seen_events:
-            raise TraceError(notes.no_trace(self._source, self._keys))
+            raise TraceError(unreadable.no_trace(self._source, self._keys))
 
     def _finished(self, events: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """Yield the events; then set ``problem`` and ``is_cut`` according to the end of the file."""
@@ -117,16 +117,16 @@ class EventStream:
                 self.problem = f"Text after the end of the JSON, from byte {self._text.byte():,} on, is ignored."
         except IncompleteError:
             if not self.events:
-                raise TraceError(notes.no_end(self._source)) from None
-            self.is_cut, self.problem = True, notes.cut_short(self._source, self.events)
+                raise TraceError(unreadable.no_end(self._source)) from None
+            self.is_cut, self.problem = True, unreadable.cut_short(self._source, self.events)
         except MalformedError as error:
             if not self._seen_events:
                 if found := producer(self._keys):
-                    raise TraceError(notes.of_another(self._source, found)) from None
+                    raise TraceError(unreadable.of_another(self._source, found)) from None
                 raise TraceError(f"{self._source.path} is not valid JSON: {error}. Export it again.") from None
             self.problem = f"The file is damaged after the events ({error}): the rest is left out."
         if self._source.problem and not self.problem:
-            self.problem = notes.damaged_at_the_end(self._source)
+            self.problem = unreadable.damaged_at_the_end(self._source)
 
     def _object(self) -> Iterator[list[Any]]:
         text = self._text

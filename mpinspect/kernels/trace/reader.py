@@ -14,10 +14,11 @@ import numpy as np
 from mpinspect.kernels.records import KernelTrace
 from mpinspect.kernels.trace.attribution import attributed, external_id_is_correlation, find_launches
 from mpinspect.kernels.trace.events import EventStream
-from mpinspect.kernels.trace.notes import no_phases, notes, of_another
+from mpinspect.kernels.trace.notes import notes
 from mpinspect.kernels.trace.provenance import busy_and_span, devices, job, rank_and_size
 from mpinspect.kernels.trace.recording import Recording
 from mpinspect.kernels.trace.text import TextChunks, TraceError, cannot_read
+from mpinspect.kernels.trace.unreadable import no_phases, of_another
 from mpinspect.runtime.garbage_collection import without_collection
 
 

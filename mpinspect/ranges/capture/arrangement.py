@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpinspect.numeric.formats import floor_log2, is_power_of_two
-from mpinspect.ranges.capture.loss_scale import BackwardScale
+from mpinspect.ranges.capture.backward_scale import BackwardScale
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.session import TensorKey, floor_exponent, overflow_exponent
 from mpinspect.ranges.store.columns import Context

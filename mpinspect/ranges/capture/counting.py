@@ -6,8 +6,9 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from mpinspect.ranges.capture.backward_scale import BackwardScale
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
-from mpinspect.ranges.capture.loss_scale import BackwardScale, ScaleOfBackward
+from mpinspect.ranges.capture.loss_scale import ScaleOfBackward
 from mpinspect.ranges.capture.observations import Backward, Call, Held, Observer, OutputGradient, ParameterGradient
 from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT

@@ -17,9 +17,9 @@ import torch
 
 from mpinspect.counting import fastest
 from mpinspect.ranges.capture.arrangement import Arrangement, IntArray, RowSet, SampleOf, StepScale
+from mpinspect.ranges.capture.backward_scale import UNSCALED, BackwardScale
 from mpinspect.ranges.capture.device_rows import DeviceRows
 from mpinspect.ranges.capture.host_rows import HostCopy, HostRows, copy_groups
-from mpinspect.ranges.capture.loss_scale import UNSCALED, BackwardScale
 from mpinspect.ranges.capture.observations import Held
 from mpinspect.ranges.capture.window_rows import WindowRows, never_in_float16
 from mpinspect.ranges.kinds import GRADIENT_KINDS, WEIGHT_GRADIENT
@@ -137,10 +137,11 @@ class Tally:
 
     def count_together(self, waiting: Sequence[Held]) -> None:
         """Count gradients held until the end of their backward and set each one's ``found``; None if it can't be counted."""
-        by_device: dict[torch.device, list[Held]] = {}
+        by_device: dict[int, list[Held]] = {}
         for each in waiting:
-            by_device.setdefault(each.values.device, []).append(each)
-        for device, group in by_device.items():
+            by_device.setdefault(each.values.get_device(), []).append(each)
+        for group in by_device.values():
+            device = group[0].values.device
             if device.type in ("cpu", "cuda"):
                 try:
                     (self._host_rows if device.type == "cpu" else self._rows_on(device)).count_together(group)

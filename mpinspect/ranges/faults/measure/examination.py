@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from mpinspect.numeric.exponents import ratio
+from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.graph import graph, numel_of
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
@@ -44,6 +45,7 @@ from mpinspect.ranges.records import (
     ExaminedBatch,
     ExaminedDifference,
     ExaminedMask,
+    ExaminedOutliers,
     ExaminedTarget,
     ExaminedZeroRow,
     WeightGrowth,
@@ -64,8 +66,8 @@ _GROWN = 16.0
 _MOST_COMPARED = 16
 #: Weights are also compared when a finite loss exceeds the first one by this factor.
 _LOSS_GROWN = 100.0
-
-
+#: The least magnitude that FP16 rounds to infinity.
+_OVERFLOW = 65520.0
 #: Modules whose output is finite if their input is and their weight is zero, unless code of their own divides by the weight.
 _PRODUCTS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 #: The records of singular operations, by their kind.
@@ -113,6 +115,8 @@ class Examination(Measuring):
         #: references.
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         self._graphless: list[tuple[str, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
+        #: The last step whose inputs were searched for values that FP16 can't hold.
+        self._searched = -1
         self._made: set[int] = set()
         #: The tensors that were the only input of a call: a mask never is.
         self._alone: set[int] = set()
@@ -232,6 +236,7 @@ class Examination(Measuring):
         if batch is not None:
             self._tell_examined(ExaminedBatch, step, int(batch.sum()), Rows.where(batch))
             return
+        self._tell_outliers(step)
         self._compare_norms(step, norms)
         if self._tell_graphless(step):
             return
@@ -282,6 +287,8 @@ class Examination(Measuring):
                 self._tell_singular(step, found, loss_finite=False, call=call)
         self._found.clear()
         self._tell_zero_weights(new)
+        if any((event.step, event.phase, event.dtype) == (step, "forward", FLOAT16.name) for event in new):
+            self._tell_outliers(step)
         if self._clock.measured and not self._recording.events:
             rows = self._weight_norms(_MOST_COMPARED)
             self._arrivals.call(rows.copies, partial(self._compare_rows, step, rows))
@@ -343,6 +350,22 @@ class Examination(Measuring):
                 return broken
         return None
 
+    def _tell_outliers(self, step: int) -> None:
+        """Record the finite values of the batch that FP16 can't hold, in the innermost module that was given them, once."""
+        searched, self._searched = self._searched, step
+        for path, given in self._inputs if searched != step else ():
+            tensor = given()
+            if not is_plain(tensor) or self._is_of_a_model(tensor):
+                continue
+            magnitudes = tensor.abs()
+            beyond = (magnitudes >= _OVERFLOW) & magnitudes.isfinite()
+            if bool(beyond.any()):
+                largest = float(magnitudes[beyond].max())
+                self._tell_examined(
+                    ExaminedOutliers, step, int(beyond.sum()), Rows.where(beyond), name=path, largest=largest
+                )
+                return
+
     @classmethod
     def _remember_outputs(cls, outputs: Sequence[torch.Tensor]) -> None:
         alive = {key: storage for key, storage in cls._outputs.items() if not storage.expired()}
@@ -370,6 +393,8 @@ class Examination(Measuring):
 
     def _tell_zero_weights(self, events: Sequence[Event]) -> None:
         """Record a product with a weight of zeros whose output was the first NaN: the weight was divided by its own zero."""
+        if not events:
+            return
         modules = {layer.path: layer.module for layer in self._layers if isinstance(layer.module, _PRODUCTS)}
         for event in events:
             name = f"{event.module}.weight".lstrip(".")

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mpinspect.ranges import records
+from mpinspect.ranges.capture.backward_scale import origin_of
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
-from mpinspect.ranges.capture.loss_scale import origin_of
 from mpinspect.ranges.capture.observations import Backward
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 from mpinspect.ranges.faults.measure.twins import reference, storage_key
@@ -114,9 +114,10 @@ class ScalesUsed(Measuring):
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the optimizer's gradients, which are used up."""
-        for watched in self._optimizers.parameters(optimizer):
-            self._made.pop(watched.name, None)
-            self._divided.discard(watched.name)
+        if self._made or self._divided:
+            for watched in self._optimizers.parameters(optimizer):
+                self._made.pop(watched.name, None)
+                self._divided.discard(watched.name)
 
     step_skipped = optimizer_stepped
 

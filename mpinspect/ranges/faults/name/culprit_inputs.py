@@ -20,6 +20,7 @@ from mpinspect.ranges.records import (
     ExaminedBatch,
     ExaminedDifference,
     ExaminedMask,
+    ExaminedOutliers,
     ExaminedTarget,
     ExaminedZeroRow,
     Record,
@@ -27,10 +28,12 @@ from mpinspect.ranges.records import (
     RoundedArgument,
     WeightGrowth,
 )
-from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event
+from mpinspect.ranges.session import LOSSES, MOST_ROWS, Event, module_named
 from mpinspect.reporting.sentences import Said, Sentences, text
 from mpinspect.reporting.words import bracketed, filled, number_of
 
+#: The largest share of the run's steps that are rare.
+_RARE = 0.02
 #: Ids of the findings that follow from a forward or a loss that was not finite.
 OF_FORWARD = ("non-finite-event", "scale-falls-for-forward")
 
@@ -181,6 +184,48 @@ def _is_of_targets(measured: Examined, event: Event | None) -> bool:
     if not isinstance(measured, ExaminedDifference):
         return isinstance(measured, ExaminedTarget)
     return event is None or event.what in LOSSES or event.forward_finite is not False
+
+
+class _Outliers(Sentences):
+    BEYOND = (
+        "In step {step} the batch holds values up to {largest:.3g}{places}, beyond FP16's maximum of 65504: the cast to FP16 in "
+        "{module} makes infinities of them."
+    )
+    AGAIN = "So it is in {further:count further step}."
+    LEAVE_OUT = (
+        "Standardise or clamp the model's input, or leave out such samples before they reach the model. No loss scale repairs a "
+        "forward."
+    )
+    GOOD = (
+        "good = batch.abs() < 65504\n"
+        "good = good.reshape(len(batch), -1).all(1)\n"
+        "if not good.any():\n"
+        "    continue\n"
+        "batch, target = batch[good], target[good]"
+    )
+
+
+def _batch_beyond_float16(case: Case) -> Iterator[Found]:
+    """Finite values of a batch became infinities when the first module cast them to FP16.
+
+    False alarms: It is a warning where a scaler skipped such steps, and they were at most 2% of the run.
+    """
+    steps = {event.step for event in case.events if event.phase == "forward" and event.forward_finite is False}
+    for measured in case.recorded(ExaminedOutliers):
+        event = _event_at(case, measured.step)
+        is_cast = event is not None and (event.phase, event.module) == ("forward", measured.name)
+        if event is None or not is_cast or event.after or event.given or event.dtype != FLOAT16.name:
+            continue
+        yield _examined(
+            case,
+            measured,
+            [_Outliers.BEYOND, _Outliers.AGAIN.when(len(steps) > 1)],
+            _Outliers.LEAVE_OUT,
+            _Outliers.GOOD,
+            {"module": module_named(measured.name), "largest": measured.largest, "further": len(steps) - 1},
+            is_mild=bool(event.skipped) and len(steps) <= _RARE * case.progress.steps,
+        )
+        return
 
 
 # -- masks and rows of zeros --------------------------------------------------------------------------------------------
@@ -614,6 +659,14 @@ def _at_rate(rate: float | None, initial: float | None, group: float | None) -> 
 
 FAULTS = (
     Fault("batch-not-finite", "error", _batch_not_finite, (_Batch, _Aftermath), (*OF_FORWARD, "breaks-in-fp32-too")),
+    Fault(
+        "batch-beyond-float16",
+        "error",
+        _batch_beyond_float16,
+        (_Outliers, _Aftermath),
+        OF_FORWARD,
+        explains_from="warning",
+    ),
     Fault("mask-hides-whole-row", "error", _mask_hides_whole_row, (_Mask, _Aftermath), OF_FORWARD),
     Fault("zero-row-normalized", "error", _zero_row_normalized, (_ZeroRow, _Aftermath), OF_FORWARD),
     Fault("weights-exploded", "error", _weights_exploded, (_Weights,), OF_FORWARD),

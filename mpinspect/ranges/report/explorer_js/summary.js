@@ -25,7 +25,8 @@ function scaleOf(view) {
   const { own, collapsed, opening } = data;
   if (!view.isScaled() || !(view.isMoved || view.hasScale)) return `, ${stepsInWords}`;
   const isTheirs = opening.block >= 0 && state.block === opening.block && state.scale === opening.scale;
-  if (isTheirs) return ` at loss scale ${scaleInWords(state.scale)}, that of ${stepsInWords}`;
+  // The words above it name the steps.
+  if (isTheirs) return ` at loss scale ${scaleInWords(state.scale)}${view.isOpening ? "" : `, that of ${stepsInWords}`}`;
   const isKnown = data.scales.some((/** @type {[number, number | null]} */ [, value]) => value !== null);
   const unknown = data.by_hand ? `the gradients as they arrive, with the loop's own scale, ${raised(data.by_hand)}` : "the run's is not known";
   const last = !isKnown ? unknown : `the run's, ${collapsed ? "before it collapsed" : "as last sampled"}${state.scale === own ? "" : `: ${scaleInWords(own)}`}`;
