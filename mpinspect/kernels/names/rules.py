@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from mpinspect.kernels.names.spelling import Spelling, with_words_apart
 
 #: Version of the rules, included in every report; change it with every change to the rules.
-RULES_VERSION = "2026.16"
+RULES_VERSION = "2026.17"
 
 VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
 
