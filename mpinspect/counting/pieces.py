@@ -70,7 +70,7 @@ def check(tensor: torch.Tensor) -> None:
             f"a tensor of {tensor.dtype} has no floating-point exponents to count; floating-point and complex dtypes "
             "have (convert it, or leave this tensor out)"
         )
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise ValueError("a tensor on the meta device has a shape but no values to count: materialise the model first")
 
 

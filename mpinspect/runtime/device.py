@@ -19,8 +19,8 @@ _NEEDED = ("Event", "Stream", "current_stream", "stream")
 
 
 _CPU = torch.device("cpu")
-#: The modules that ``_module`` found, by type of device.
-_modules: dict[str, Any] = {}
+#: The modules that ``_module`` found, by device: a device's type takes torch longer than a look-up.
+_modules: dict[torch.device, Any] = {_CPU: None}
 #: The streams that ``current_stream`` found, by CUDA device and number: making a Stream takes torch ten times as long as
 #: reading its number, and every gradient needs it.
 _streams: dict[tuple[int, int], Any] = {}
@@ -28,15 +28,12 @@ _streams: dict[tuple[int, int], Any] = {}
 
 def _module(device: torch.device) -> Any:
     """Return torch's module for a device with streams and events; None for other devices, the CPU among them."""
-    kind = device.type
-    if kind == "cpu":
-        return None
-    if kind not in _modules:
-        module = getattr(torch, kind, None)
-        if not all(hasattr(module, name) for name in _NEEDED):
+    if device not in _modules:
+        module = getattr(torch, device.type, None)
+        if device.type == "cpu" or not all(hasattr(module, name) for name in _NEEDED):
             return None
-        _modules[kind] = module
-    return _modules[kind]
+        _modules[device] = module
+    return _modules[device]
 
 
 #: The module that ``_accelerator`` found, since a process uses one kind of accelerator, and its ``is_current_stream_capturing``.
@@ -90,7 +87,7 @@ def current_stream(device: torch.device) -> Any:
 
 def stream_key(device: torch.device) -> object:
     """Return a key that identifies the current stream of a device; None for a device without streams."""
-    if device.type == "cuda":
+    if _module(device) is torch.cuda:
         return torch._C._cuda_getCurrentRawStream(device.index)
     return getattr(current_stream(device), "stream_id", None)
 
@@ -128,10 +125,17 @@ def new_stream(device: torch.device) -> Any:
 
 def on_stream(stream: Any) -> AbstractContextManager[Any]:
     """Return a context in which this stream is the current one; for None the context has no effect."""
-    if stream is None:
+    if stream is None or _is_current(stream):
         return nullcontext()
     context: AbstractContextManager[Any] = _module(stream.device).stream(stream)
     return context
+
+
+def _is_current(stream: Any) -> bool:
+    """Return whether a stream is known to be the current one already: entering torch's context takes several microseconds."""
+    device = stream.device
+    is_cuda = _module(device) is torch.cuda
+    return is_cuda and stream.cuda_stream == stream_key(device) and torch.cuda.current_device() == device.index
 
 
 def used_on_current_stream(tensor: torch.Tensor) -> None:
@@ -154,7 +158,7 @@ def copied(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     event = module.Event()
-    event.record(module.current_stream(tensor.device))
+    event.record(current_stream(tensor.device))
     return host, event
 
 

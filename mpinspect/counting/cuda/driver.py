@@ -107,7 +107,7 @@ class Gpu:
         Raises:
             OSError, RuntimeError: the kernel could not be compiled, loaded or launched.
         """
-        stream = torch.cuda.current_stream(self._index).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
         # A thread may have no current context, or another device's.
         self._check(self._cuda.cuCtxPushCurrent_v2(self._context))
         try:

@@ -37,7 +37,8 @@ class StepCalls:
         for tensor in inputs:
             if not tensor.numel():
                 continue
-            if version_of(tensor) and any(tensor is output for output in outputs):
+            version = version_of(tensor)
+            if version and any(tensor is output for output in outputs):
                 # The module changed this input in place and returned it: the tensor is the output by now.
                 before = self._before_change(tensor)
                 if before is None:
@@ -45,18 +46,18 @@ class StepCalls:
                 else:
                     changed.append(before)
                 continue
-            number = self.number_of(tensor)
+            number = self._number(tensor, version)
             if number is None:
-                number = self._tell_apart(tensor)
+                number = self._tell_apart(tensor, version)
                 fresh.append((tensor, number, True))
             given.append(number)
         for tensor in outputs:
             if not tensor.numel():
                 continue
-            # Most outputs are new: looking up their id spares the call.
-            number = self.number_of(tensor) if id(tensor) in self._known else None
+            version = version_of(tensor)
+            number = self._number(tensor, version)
             if number is None:
-                number = self._tell_apart(tensor)
+                number = self._tell_apart(tensor, version)
                 hooks = tensor._backward_hooks
                 # The tensor already has another hook, whose return value replaces the gradient before our hook receives it.
                 if hooks and any(map(_may_alter, hooks.values())):
@@ -75,8 +76,11 @@ class StepCalls:
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Return a tensor's number if the tensor was recorded in this step and is unchanged since; None otherwise."""
+        return self._number(tensor, version_of(tensor))
+
+    def _number(self, tensor: torch.Tensor, version: int) -> int | None:
         known = self._known.get(id(tensor))
-        if known is None or known[0]() is not tensor or known[1] != version_of(tensor):
+        if known is None or known[0]() is not tensor or known[1] != version:
             return None
         return known[2]
 
@@ -124,10 +128,10 @@ class StepCalls:
                 stories[number].producers.append(module)
         return stories, calls
 
-    def _tell_apart(self, tensor: torch.Tensor) -> int:
+    def _tell_apart(self, tensor: torch.Tensor, version: int) -> int:
         number, self._count = self._count, self._count + 1
         # A weak reference shows whether the tensor still exists: Python reuses the ids of deleted objects.
-        self._known[id(tensor)] = (weakref.ref(tensor), version_of(tensor), number)
+        self._known[id(tensor)] = (weakref.ref(tensor), version, number)
         return number
 
 

@@ -80,13 +80,14 @@ class History:
         #: Name and kind of each harmless tensor, with True for its NaN and False for its infinity.
         self._harmless: set[tuple[tuple[str, str], bool]] = set()
 
-    def remember(self, key: tuple[str, str], largest: float) -> None:
-        """Record a tensor's largest magnitude, if it is finite."""
-        if math.isfinite(largest):
-            ring = self._maxima.get(key)
-            if ring is None:
-                ring = self._maxima[key] = deque(maxlen=RING_LENGTH)
-            ring.append(largest)
+    def remember(self, found: Iterable[tuple[tuple[str, str], float]]) -> None:
+        """Record tensors' largest magnitudes, where they are finite."""
+        maxima, isfinite = self._maxima, math.isfinite
+        for key, largest in found:
+            if isfinite(largest):
+                if key not in maxima:
+                    maxima[key] = deque(maxlen=RING_LENGTH)
+                maxima[key].append(largest)
 
     def last_maxima(self, key: tuple[str, str]) -> tuple[float, ...]:
         """Return the finite maxima of the last steps, the oldest first."""

@@ -15,7 +15,8 @@ this name are read at once. The first steps read every tensor at once, to learn 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Hashable, Iterable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,10 +56,11 @@ class StepMagnitudes:
 
     def __init__(self, slots: torch.Tensor, kernels: Kernels, stream: Any) -> None:
         self.slots: torch.Tensor | None = slots
-        self.capacity = len(slots)
+        self._capacity = len(slots)
         self.address = slots.data_ptr()
         self._broken = slots[_BROKEN : _BROKEN + 1]
-        self.stream, self.stream_key = stream, stream_key(slots.device)
+        self._device, self.stream, self._stream_key = slots.device, stream, stream_key(slots.device)
+        #: The number of slots that were taken, or would have been in a larger buffer.
         self.used = _BROKEN + 1
         #: Slots of tensors that could not be read, or that were changed before.
         self.lost: set[int] = set()
@@ -90,7 +92,15 @@ class StepMagnitudes:
         found = self._found[is_double][slot]
         return NOT_READ if found is None else found
 
-    def read(self, tensors: list[torch.Tensor], slots: list[int], only_if_broken: bool) -> None:
+    def take(self, count: int) -> int | None:
+        """Return the first of ``count`` free slots; None if there are fewer, or on another stream than the step's first."""
+        if stream_key(self._device) != self._stream_key:
+            return None
+        first = self.used
+        self.used += count
+        return first if self.used <= self._capacity else None
+
+    def read(self, tensors: list[torch.Tensor], slots: Iterable[int], only_if_broken: bool) -> None:
         """Start reading tensors into slots. Does not wait."""
         places = [self.address + 8 * slot for slot in slots]
         self._kernels.largest_many(tensors, places, self._broken, only_if_broken)
@@ -109,14 +119,9 @@ class StepSlot:
         return self._step.largest(self._slot, self._is_double)
 
 
-class _Held(NamedTuple):
-    values: torch.Tensor
-    version: int
-    #: None: already read, and held to see whether it is changed.
-    slot: int | None
-    always: bool
-    is_spared: bool
-    name: str
+#: A held tensor's values, version, slot (None: already read, and held to see whether it is changed), whether it is always read,
+#: whether it is spared, and its name; a plain tuple, since a step has hundreds.
+_Held = tuple[torch.Tensor, int, int | None, bool, bool, Hashable]
 
 
 class DeviceMagnitudes:
@@ -135,9 +140,9 @@ class DeviceMagnitudes:
         self._most = held_bytes(device)
         self._steps = 0
         #: Names of tensors that are changed in place soon after they were made.
-        self._changed: set[str] = set()
+        self._changed: set[Hashable] = set()
 
-    def read(self, tensor: torch.Tensor, name: str, *, always: bool, is_spared: bool = False) -> Slot | None:
+    def read(self, tensor: torch.Tensor, name: Hashable, *, always: bool, is_spared: bool = False) -> Slot | None:
         """Read a tensor, now or together with later ones. Never waits for the GPU.
 
         Args:
@@ -149,30 +154,36 @@ class DeviceMagnitudes:
             None if these kernels can't read it: another layout or dtype, another stream than the step's first, kernels
             unavailable.
         """
-        kernels: Any = available.counter()
-        values = tensor.detach()
+        kernels, values = available.counter(), tensor.detach()
         if kernels is None or not _is_readable(values, kernels):
             return None
         step = self._open or self._begin(kernels)
-        slot = step.used
-        if slot == step.capacity or step.stream_key != stream_key(self._device):
-            self._capacity = max(self._capacity, 2 * slot)
+        slot = step.take(1)
+        if slot is None:
             return None
-        step.used = slot + 1
         is_learning, is_changed = self._steps < LEARNING_STEPS, name in self._changed
         if is_learning or is_changed:
             step.read([values], [slot], False)
         if not is_changed:
             is_full = self._bytes > self._most
-            self._held.append(
-                _Held(
-                    values, version_of(values), None if is_learning else slot, always and not is_spared, is_spared, name
-                )
-            )
+            later = None if is_learning else slot
+            self._held.append((values, version_of(values), later, always and not is_spared, is_spared, name))
             self._bytes += values.nbytes
             if is_full:
                 self.flush()
         return StepSlot(step, slot, values.dtype is torch.float64)
+
+    def read_now(self, tensors: list[torch.Tensor], only_if_broken: bool) -> tuple[StepMagnitudes, int] | None:
+        """Read tensors at once; return the step and the first of their slots, or None like ``read``. Does not wait."""
+        kernels = available.counter()
+        if kernels is None or not all(_is_readable(each, kernels) for each in tensors):
+            return None
+        step = self._open or self._begin(kernels)
+        first = step.take(len(tensors))
+        if first is None:
+            return None
+        step.read(tensors, range(first, step.used), only_if_broken)
+        return step, first
 
     def flush(self) -> None:
         """Read the held tensors. Does not wait.
@@ -186,14 +197,14 @@ class DeviceMagnitudes:
             return
         intact: list[tuple[torch.Tensor, int, bool]] = []
         last_is_spared = False
-        for each in held:
-            if version_of(each.values) != each.version or not each.values.data_ptr():
-                self._changed.add(each.name)
-                if each.slot is not None:
-                    step.lost.add(each.slot)
-            elif each.slot is not None:
-                intact.append((each.values, each.slot, each.always))
-                last_is_spared = each.is_spared
+        for values, version, slot, always, is_spared, name in held:
+            if version_of(values) != version or not values.data_ptr():
+                self._changed.add(name)
+                if slot is not None:
+                    step.lost.add(slot)
+            elif slot is not None:
+                intact.append((values, slot, always))
+                last_is_spared = is_spared
         if not intact:
             return
         if not last_is_spared:
@@ -215,8 +226,10 @@ class DeviceMagnitudes:
             self.flush()
         finally:
             step, self._open = self._open, None
-            self._steps += step is not None
             if step is not None:
+                self._steps += 1
+                if step.used > self._capacity:
+                    self._capacity = 2 * step.used
                 step.send()
         return step
 

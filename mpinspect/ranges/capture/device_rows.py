@@ -98,7 +98,6 @@ class DeviceRows:
     # -- counting -------------------------------------------------------------------------------------------------
 
     @_one_at_a_time
-    @torch.no_grad()
     def count(self, tensor: torch.Tensor, later: bool = False) -> torch.Tensor:
         """Return a tensor's row of counts, like ``counting.count``; overwritten two steps later. Never waits for the GPU.
 
@@ -127,7 +126,6 @@ class DeviceRows:
         return self._given(slot)
 
     @_one_at_a_time
-    @torch.no_grad()
     def count_held(self) -> None:
         """Count the held tensors, each on the stream of its arrival. Never waits for the GPU."""
         held, self._held, self._held_bytes = self._held, [], 0
@@ -147,7 +145,6 @@ class DeviceRows:
                 self._gave_up(error)
 
     @_one_at_a_time
-    @torch.no_grad()
     def count_together(self, waiting: Sequence[Held]) -> None:
         """Count gradients at the end of their backward, each on the stream of its arrival."""
         by_stream: dict[Any, list[Held]] = {}

@@ -31,6 +31,7 @@ from mpinspect.ranges.capture.observations import (
     ParameterGradient,
     is_many,
     out_of_reach,
+    overrides,
     tracing,
     transforms,
 )
@@ -89,6 +90,8 @@ class Dispatcher(Guarded):
         #: All observers (empty while the capture is paused), and the observers that are active in this step.
         self.observing: tuple[Observer, ...] = ()
         self.at_work: tuple[Observer, ...] = ()
+        #: The active observers of calls.
+        self._takers: list[Observer] = []
         self._watch: Watch | None = None
         #: Whether a pipeline is trying out the model, before the step begins.
         self._on_trial = False
@@ -134,7 +137,7 @@ class Dispatcher(Guarded):
         self._precision.called(call)
         if self._hooks.wrapped_inputs and self._watch in self.at_work:
             self._hooks.see_through_wrappers(call, self._watch)
-        for observer in self.at_work:
+        for observer in self._takers:
             observer.called(call)
         self._hooks.await_gradients(call)
 
@@ -325,8 +328,8 @@ class Dispatcher(Guarded):
         self.scale.forget()
         # The step may have ended within a backward, whose other gradients the new step's observers may take.
         self.untaken = NO_BACKWARD
-        takers = (observer for observer in self.at_work if type(observer).called is not Observer.called)
-        outlined = all(observer.outline_suffices for observer in takers)
+        self._takers = [observer for observer in self.at_work if overrides(observer, "called")]
+        outlined = all(observer.outline_suffices for observer in self._takers)
         # The watch then reads the weight gradients when the optimizers step.
         at_optimizers = outlined and self.optimizers.few_hold_all()
         lifted = self._hooks.begin_step(self.quiet, outlined, at_optimizers)

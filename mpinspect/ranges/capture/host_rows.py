@@ -102,21 +102,19 @@ class HostRows:
         counter = fastest.cpu_counter()
         if counter is None or not counter.takes(tensor):
             return fastest.count(tensor)
-        slot = self._take()
-        if slot is None:
+        slots = self._take(1)
+        if not slots:
             return fastest.count(tensor)
-        counter.fill(tensor, self._addresses[slot])
-        return self._slots[slot]
+        counter.fill(tensor, self._addresses[slots[0]])
+        return self._slots[slots[0]]
 
     def count_together(self, waiting: Sequence[Held]) -> None:
         """Count the gradients that numba's loops support in one call. The others get no row; after an error, all get no row."""
         counter: Any = fastest.cpu_counter()
         if counter is None:
             return
-        slots = []
-        for each in waiting:
-            if counter.takes(each.values) and (slot := self._take()) is not None:
-                slots.append((each, slot))
+        taken = [each for each in waiting if counter.takes(each.values)]
+        slots = list(zip(taken, self._take(len(taken)), strict=False))
         if not slots:
             return
         counter.fill_many([(each.values, self._addresses[slot]) for each, slot in slots])
@@ -144,8 +142,8 @@ class HostRows:
                 self._capacity = 2 * self._asked
             self._asked = 0
 
-    def _take(self) -> int | None:
-        """Return the next free slot, with its row not cleared; None if the memory is full."""
+    def _take(self, count: int) -> range:
+        """Return up to ``count`` free slots, with their rows not cleared: fewer if the memory is full."""
         with self._lock:
             if not self._asked and len(self._slots) < self._capacity:
                 with torch.inference_mode(False):
@@ -153,6 +151,5 @@ class HostRows:
                 self._slots = self._memory.unbind(0)
                 self._addresses = [row.data_ptr() for row in self._slots]
                 self._slot_of = {id(row): slot for slot, row in enumerate(self._slots)}
-            slot = self._asked
-            self._asked += 1
-            return slot if slot < len(self._slots) else None
+            first, self._asked = self._asked, self._asked + count
+            return range(first, min(self._asked, len(self._slots)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,10 +19,11 @@ from mpinspect.ranges.capture import culprit
 from mpinspect.ranges.capture.backward_scale import BackwardScale
 from mpinspect.ranges.capture.calls import StepCalls
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, NOT_READ, SCALED_LOSS, Seen
-from mpinspect.ranges.capture.device_magnitudes import StepMagnitudes
+from mpinspect.ranges.capture.device_magnitudes import StepMagnitudes, StepSlot
 from mpinspect.ranges.capture.host_rows import HostCopy, copy_groups
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
 from mpinspect.ranges.capture.largest import Value, from_stacked, is_broken, on_host, stacked
+from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, TensorKey, is_below
@@ -48,12 +49,39 @@ class Reading(NamedTuple):
         return is_broken(self.value)
 
 
+class ReadTogether(NamedTuple):
+    """Weight gradients that were read in one launch; most steps need no reading of each.
+
+    Args:
+        place: the number of readings before them.
+        parameters, dtypes: the parameters, and their gradients' dtypes.
+        micro_batch: its number, from 0.
+        magnitudes, first: the step's slots, and the first of the gradients' slots, which are consecutive.
+    """
+
+    place: int
+    parameters: list[WatchedParameter]
+    dtypes: list[torch.dtype]
+    micro_batch: int
+    magnitudes: StepMagnitudes
+    first: int
+
+    def readings(self) -> Iterator[Reading]:
+        """Yield the reading of each gradient."""
+        for slot, (watched, dtype) in enumerate(zip(self.parameters, self.dtypes, strict=True), self.first):
+            value = StepSlot(self.magnitudes, slot, dtype is torch.float64)
+            name, owner = watched.name, watched.owner
+            yield Reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, self.micro_batch, value, False, dtype)
+
+
 @dataclass
 class StepLog:
     """Everything observed in one step. Holds no tensor of the model, only reduced values."""
 
     step: int = 0
     readings: list[Reading] = field(default_factory=list)
+    #: The gradients that are not among the readings yet.
+    together: list[ReadTogether] = field(default_factory=list)
     calls: StepCalls = field(default_factory=StepCalls)
     last_output: Reading | None = None
     #: Numbers of the inputs that no observed module made and that have not been read yet.
@@ -92,6 +120,12 @@ class StepLog:
     #: Whether ``backward_broke`` has found such a gradient, and how many readings it has searched.
     _broke: bool = False
     _searched: int = 0
+
+    def spread_out(self) -> None:
+        """Add the gradients that were read together to the readings."""
+        while self.together:
+            group = self.together.pop()
+            self.readings[group.place : group.place] = group.readings()
 
     def backward_broke(self) -> bool:
         """Return whether any gradient read so far is known on the host not to be finite."""
@@ -197,6 +231,7 @@ class Judge:
         if log.is_on_devices and not any(each.broken() for each in log.magnitudes):
             # Most of these tensors were not read, so the few maxima would be a misleading history.
             return None
+        log.spread_out()
         largest = _largest(log, arrived.copies)
         if all(map(math.isfinite, largest)):
             self._remember(log, largest)
@@ -235,9 +270,11 @@ class Judge:
         )
 
     def _remember(self, log: StepLog, largest: list[float]) -> None:
-        for reading, value in zip(log.readings, largest, strict=True):
-            if not reading.is_input and value != NOT_READ:
-                self._history.remember((reading.name, reading.what), value)
+        self._history.remember(
+            ((reading.name, reading.what), value)
+            for reading, value in zip(log.readings, largest, strict=True)
+            if not reading.is_input and value != NOT_READ
+        )
 
     def _is_block(self, module: str, calls: list[culprit.CallRecord]) -> bool:
         """Return whether a module contains others without any observed call."""

@@ -14,7 +14,6 @@ from mpinspect.counting import layout
 from mpinspect.counting.magnitude import largest_magnitude
 from mpinspect.counting.pieces import detached_values
 from mpinspect.runtime.device import used_on_current_stream
-from mpinspect.runtime.distributed import local_part
 
 
 class Slot(Protocol):
@@ -36,10 +35,10 @@ def largest_of(tensor: torch.Tensor, found: Found | None) -> Value | None:
     """Return a tensor's largest magnitude, never waiting for a GPU; None for tensors without values.
 
     Args:
+        tensor: this process's part.
         found: an observer's earlier result for the tensor, if any.
     """
     if found is None:
-        tensor = local_part(tensor)
         largest = largest_magnitude(tensor)
         if largest is not None:
             return largest

@@ -197,10 +197,12 @@ class Observer:
 
     def held_gradients(self, gradients: list[Held], backward: Backward) -> None:
         """Handle small output gradients and parameter gradients, in the order of arrival, at the end of their backward."""
-        for each in gradients:
-            if isinstance(each, OutputGradient):
-                self.output_gradient(each, backward)
-        self.parameter_gradients([each for each in gradients if isinstance(each, ParameterGradient)], backward)
+        if overrides(self, "output_gradient"):
+            for each in gradients:
+                if isinstance(each, OutputGradient):
+                    self.output_gradient(each, backward)
+        if overrides(self, "parameter_gradients"):
+            self.parameter_gradients([each for each in gradients if isinstance(each, ParameterGradient)], backward)
 
     def scaler_used(self, scaler: Any) -> None:
         """Handle the use of a scaler to multiply losses."""
@@ -254,6 +256,11 @@ class Observer:
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Handle the end of the training step; ``sampled``: whether its counts become a sample."""
+
+
+def overrides(observer: Observer, method: str) -> bool:
+    """Return whether a method of an observer does anything."""
+    return getattr(type(observer), method) is not getattr(Observer, method)
 
 
 class LastValues(Generic[Known]):

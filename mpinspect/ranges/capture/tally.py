@@ -137,10 +137,11 @@ class Tally:
 
     def count_together(self, waiting: Sequence[Held]) -> None:
         """Count gradients held until the end of their backward and set each one's ``found``; None if it can't be counted."""
-        by_device: dict[torch.device, list[Held]] = {}
+        by_device: dict[int, list[Held]] = {}
         for each in waiting:
-            by_device.setdefault(each.values.device, []).append(each)
-        for device, group in by_device.items():
+            by_device.setdefault(each.values.get_device(), []).append(each)
+        for group in by_device.values():
+            device = group[0].values.device
             if device.type in ("cpu", "cuda"):
                 try:
                     (self._host_rows if device.type == "cpu" else self._rows_on(device)).count_together(group)

@@ -62,9 +62,9 @@ class OutputGradientHook:
         dispatcher = self._dispatcher()
         if dispatcher is None or not dispatcher.attached or gradient is None:
             return
-        hold, layer = dispatcher.waiting.hold_output, self._layer
-        if not _is_held(dispatcher, hold, layer, gradient, self._counted, self._number, self._is_input):
-            dispatcher.activation_gradient(layer, gradient, self._counted, self._number, self._is_input)
+        waiting, args = dispatcher.waiting, (self._layer, gradient, self._counted, self._number, self._is_input)
+        if not waiting.holds_outputs or not _is_held(dispatcher, waiting.hold_output, args):
+            dispatcher.activation_gradient(*args)
 
 
 @dataclass(eq=False, slots=True)
@@ -79,11 +79,12 @@ class ParameterHook:
         dispatcher = self._dispatcher
         if dispatcher.quiet or gradient is None or dispatcher.untaken == torch._C._current_graph_task_id():
             return
-        if not _is_held(dispatcher, dispatcher.waiting.hold, self._watched, gradient):
-            dispatcher.weight_gradient(self._watched, gradient)
+        args = self._watched, gradient
+        if not _is_held(dispatcher, dispatcher.waiting.hold, args):
+            dispatcher.weight_gradient(*args)
 
 
-def _is_held(dispatcher: Dispatcher, hold: Callable[..., bool], *args: Any) -> bool:
+def _is_held(dispatcher: Dispatcher, hold: Callable[..., bool], args: tuple[Any, ...]) -> bool:
     """Return whether ``hold`` holds a gradient until the end of its backward.
 
     A fast path for the usual case: the hooks run dozens of times per backward, each time with cold caches.

@@ -57,7 +57,8 @@ class WaitingGradients(Generic[Context]):
         self._thread = 0
         self._context: Context | None = None
         self._readings: Sized = ()
-        self._holds_outputs = False
+        #: Whether small output gradients of that task may be held too.
+        self.holds_outputs = False
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -81,11 +82,11 @@ class WaitingGradients(Generic[Context]):
                 task = torch._C._current_graph_task_id()
                 self.task = NO_BACKWARD if task == -1 or _may_be_reduced() else task
                 self._thread, self._context, self._readings = threading.get_ident(), context, readings
-                self._holds_outputs = outputs
+                self.holds_outputs = outputs
 
     def stop(self) -> None:
         """Hold no further gradients until the next ``begin``."""
-        self.task = NO_BACKWARD
+        self.task, self.holds_outputs = NO_BACKWARD, False
 
     def hold(self, watched: WatchedParameter, gradient: torch.Tensor) -> bool:
         """Hold a gradient of this ``task`` that has just arrived, if possible; return whether it is held.
@@ -109,7 +110,7 @@ class WaitingGradients(Generic[Context]):
 
     def hold_output(self, layer: Layer, gradient: torch.Tensor, counted: bool, number: int, is_input: bool) -> bool:
         """Hold a small gradient of an output on a CPU in the same way; return whether it is held."""
-        if not self._holds_outputs or not gradient.is_cpu or not _is_plain(gradient):
+        if not self.holds_outputs or not gradient.is_cpu or not _is_plain(gradient):
             return False
         if gradient.nbytes > _LARGEST_OUTPUT or layer.path in self._changed:
             return False

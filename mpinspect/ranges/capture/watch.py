@@ -24,7 +24,7 @@ from mpinspect.ranges.capture import device_magnitudes
 from mpinspect.ranges.capture.compiled_regions import compiled_graphs
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS
 from mpinspect.ranges.capture.device_magnitudes import LEARNING_STEPS, DeviceMagnitudes, StepSlot
-from mpinspect.ranges.capture.judge import Judge, Reading, StepLog
+from mpinspect.ranges.capture.judge import Judge, Reading, ReadTogether, StepLog
 from mpinspect.ranges.capture.largest import Found, Value, extremes, is_broken, largest_of
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import (
@@ -159,7 +159,7 @@ class Watch(Observer):
         log.last_output = reading
         if reading is None:
             return True
-        broken = is_broken(reading.value)
+        broken = None if isinstance(reading.value, StepSlot) else is_broken(reading.value)
         if broken is not False:
             log.may_be_broken = True
         if not isinstance(reading.value, tuple):
@@ -324,7 +324,7 @@ class Watch(Observer):
         log = self._log
         if not log.reads_at_optimizers or log.is_checked or not device_magnitudes.is_on_device(norm):
             return
-        if self._on_device("", "norm", norm, is_input=False) is not None:
+        if self._on_device("", "norm", norm, is_input=False, is_spared=False) is not None:
             self._read_held()
             self._weight_gradients(parameters, norm.device)
             self._read_held()
@@ -335,16 +335,44 @@ class Watch(Observer):
 
         ``summed_on``: the device that has read a norm of these gradients.
         """
-        many = world_size() > 1
-        for watched in parameters:
-            if watched.parameter.grad is None or watched.name in self._log.read_before_clipping:
-                continue
-            name, owner, batch = watched.name, watched.owner, self._clock.micro_batch
-            gradient = local_part(watched.parameter.grad)
-            if many:
-                self._log.of_all_ranks.add(name)
-            spare = gradient.device == summed_on
-            self._log_reading(BACKWARD, WEIGHT_GRADIENT, name, owner, -1, batch, gradient, None, is_spared=spare)
+        log, batch = self._log, self._clock.micro_batch
+        found = [
+            (watched, local_part(gradient))
+            for watched in parameters
+            if (gradient := watched.parameter.grad) is not None and watched.name not in log.read_before_clipping
+        ]
+        if world_size() > 1:
+            log.of_all_ranks.update(watched.name for watched, _ in found)
+        on_devices: dict[int, tuple[list[WatchedParameter], list[torch.Tensor]]] = {}
+        for watched, gradient in found:
+            if device_magnitudes.is_on_device(gradient):
+                group = on_devices.setdefault(gradient.get_device(), ([], []))
+                group[0].append(watched)
+                group[1].append(gradient)
+            else:
+                self._log_reading(BACKWARD, WEIGHT_GRADIENT, watched.name, watched.owner, -1, batch, gradient, None)
+        for group in on_devices.values():
+            self._read_together(*group, batch, is_spared=group[1][0].device == summed_on)
+
+    def _read_together(
+        self, parameters: list[WatchedParameter], gradients: list[torch.Tensor], micro_batch: int, is_spared: bool
+    ) -> None:
+        """Read gradients on one device in one launch, or one by one if the kernels can't read all of them."""
+        dtypes = [gradient.dtype for gradient in gradients]
+        self._has_float16 |= torch.float16 in dtypes
+        magnitudes, found = self._magnitudes_on(gradients[0].device), None
+        try:
+            found = magnitudes.read_now(gradients, only_if_broken=is_spared or self._spares_weight_gradients)
+        except Exception as error:
+            self._kernels_failed(error)
+        if found is not None:
+            self._log.together.append(ReadTogether(len(self._log.readings), parameters, dtypes, micro_batch, *found))
+            return
+        for watched, gradient in zip(parameters, gradients, strict=True):
+            name, owner = watched.name, watched.owner
+            self._log_reading(
+                BACKWARD, WEIGHT_GRADIENT, name, owner, -1, micro_batch, gradient, None, is_spared=is_spared
+            )
 
     # -- the step ---------------------------------------------------------------------------------------------------
 
@@ -375,6 +403,8 @@ class Watch(Observer):
         log.step, log.is_partial = step, self._choice.any_left_out
         log.spares_weight_gradients = not self._may_be_float16
         log.is_on_devices = not self._reads_all and all(isinstance(each.value, StepSlot) for each in log.readings)
+        if not log.is_on_devices:
+            log.spread_out()
         for magnitudes in self._on_devices.values():
             try:
                 sent = magnitudes.send()
@@ -383,7 +413,7 @@ class Watch(Observer):
             else:
                 if sent is not None:
                     log.magnitudes.append(sent)
-        if log.readings or log.found_inf:
+        if log.readings or log.together or log.found_inf:
             self._steps += 1
             self._judge.send(log)
         self._record(wait=False)
@@ -425,57 +455,56 @@ class Watch(Observer):
         is_input: bool = False,
         is_spared: bool = False,
     ) -> Reading | None:
-        value = self._read(name, what, tensor, found, is_input=is_input and phase == FORWARD, is_spared=is_spared)
-        if value is None:
-            return None
-        self._has_float16 |= tensor.dtype is torch.float16
-        reading = Reading(phase, what, name, module, number, micro_batch, value, is_input, tensor.dtype)
-        self._log.readings.append(reading)
-        return reading
+        """Log a tensor's largest magnitude; return None if the tensor has no values or can't be read.
 
-    def _read(
-        self,
-        name: str,
-        what: str,
-        tensor: torch.Tensor,
-        found: Found | None,
-        *,
-        is_input: bool = False,
-        is_spared: bool = False,
-    ) -> Value | None:
-        """Return a tensor's largest magnitude; None if the tensor has no values or can't be read.
-
-        ``is_input``: both extremes of an input are read, to distinguish a mask's -inf from other infinities. ``is_spared``:
-        nothing is read unless another value of the step is not finite.
+        ``is_input``: both extremes of a forward's input are read, to distinguish a mask's -inf from other infinities.
+        ``is_spared``: a device reads the tensor only if another value of the step is not finite.
         """
+        value, both = None, is_input and phase == FORWARD
         try:
+            tensor = local_part(tensor)
             if found is None and device_magnitudes.is_on_device(tensor):
-                value = self._on_device(name, what, local_part(tensor), is_input, is_spared)
-                if value is not None:
-                    return value
-            return extremes(local_part(tensor)) if is_input else largest_of(tensor, found)
+                value = self._on_device(name, what, tensor, both, is_spared)
+            if value is None:
+                value = extremes(tensor) if both else largest_of(tensor, found)
         except Exception as error:
             self.unread.failed(TensorKey(name, what), error)
             return None
+        if value is None:
+            return None
+        dtype = tensor.dtype
+        if dtype is torch.float16:
+            self._has_float16 = True
+        reading = Reading(phase, what, name, module, number, micro_batch, value, is_input, dtype)
+        self._log.readings.append(reading)
+        return reading
 
-    def _on_device(
-        self, name: str, what: str, tensor: torch.Tensor, is_input: bool, is_spared: bool = False
-    ) -> Value | None:
+    def _on_device(self, name: str, what: str, tensor: torch.Tensor, is_input: bool, is_spared: bool) -> Value | None:
         """Return the slot of a tensor on a CUDA device; None if it must be read alone."""
-        magnitudes = self._on_devices.get(tensor.device)
-        if magnitudes is None:
-            magnitudes = self._on_devices[tensor.device] = DeviceMagnitudes(tensor.device)
-            # Weight gradients are read together too.
-            self.wants_backward_end = self.lets_gradients_wait = True
-        if what == WEIGHT_GRADIENT and not (self._reads_all or self._may_be_float16 or self._log.skipped):
+        if what == WEIGHT_GRADIENT and self._spares_weight_gradients:
             is_spared = True
         is_depended_on = what not in _PASSED_ON or (what == ACTIVATION and name in self._containers)
         always = not is_input and (self._reads_all or is_depended_on)
         try:
-            return magnitudes.read(tensor, f"{what} {name}{' in' * is_input}", always=always, is_spared=is_spared)
+            return self._magnitudes_on(tensor.device).read(
+                tensor, (what, name, is_input), always=always, is_spared=is_spared
+            )
         except Exception as error:
             self._kernels_failed(error)
             return None
+
+    def _magnitudes_on(self, device: torch.device) -> DeviceMagnitudes:
+        magnitudes = self._on_devices.get(device)
+        if magnitudes is None:
+            magnitudes = self._on_devices[device] = DeviceMagnitudes(device)
+            # Weight gradients are read together too.
+            self.wants_backward_end = self.lets_gradients_wait = True
+        return magnitudes
+
+    @property
+    def _spares_weight_gradients(self) -> bool:
+        """Whether weight gradients on a device are read only if another value of the step is not finite."""
+        return not (self._reads_all or self._may_be_float16 or self._log.skipped)
 
     def _read_held(self) -> None:
         """Read the tensors that are held on devices. Does not wait."""

@@ -55,8 +55,7 @@ class NonFiniteWatch:
         event = self.judge(step, skipped)
         if event is not None:
             self._history.excuse_masks(event, self._seen)
-        for look in self._seen:
-            self._history.remember(look.key, look.largest)
+        self._history.remember((look.key, look.largest) for look in self._seen)
         self._seen.clear()
         self._scales.clear()
         self._times.clear()

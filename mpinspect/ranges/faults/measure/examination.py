@@ -393,6 +393,8 @@ class Examination(Measuring):
 
     def _tell_zero_weights(self, events: Sequence[Event]) -> None:
         """Record a product with a weight of zeros whose output was the first NaN: the weight was divided by its own zero."""
+        if not events:
+            return
         modules = {layer.path: layer.module for layer in self._layers if isinstance(layer.module, _PRODUCTS)}
         for event in events:
             name = f"{event.module}.weight".lstrip(".")

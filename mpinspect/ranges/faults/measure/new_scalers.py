@@ -114,9 +114,10 @@ class ScalesUsed(Measuring):
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget the optimizer's gradients, which are used up."""
-        for watched in self._optimizers.parameters(optimizer):
-            self._made.pop(watched.name, None)
-            self._divided.discard(watched.name)
+        if self._made or self._divided:
+            for watched in self._optimizers.parameters(optimizer):
+                self._made.pop(watched.name, None)
+                self._divided.discard(watched.name)
 
     step_skipped = optimizer_stepped
 
