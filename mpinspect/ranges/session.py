@@ -599,8 +599,8 @@ def module_named(module: str, module_type: str = "") -> str:
     return repr(module) + class_beside(module, module_type) if module else "the model"
 
 
-#: A name in quotes, and the start of a bracket behind it.
-_QUOTED = re.compile(r"('[^']+')( \()?")
+#: A name in quotes (no apostrophe), and the start of a bracket behind it.
+_QUOTED = re.compile(r"(?<!\w)('[^'\s]+')( \()?")
 
 
 def containers(module: str) -> list[str]:
