@@ -400,7 +400,7 @@ class LayersRecord:
         products: the quantised operands of their products.
         library: the library whose kernels compute them, "torchao" or "transformer_engine"; "" for torch's own products.
         emulated: whether they are computed in a wide format from rounded operands.
-        is_head: whether they share their weight with an embedding.
+        is_head: whether they share their weight with an embedding, or make the model's output.
         without_bias: whether their biases got no gradient in a step in which their weights did.
     """
 

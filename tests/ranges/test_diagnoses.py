@@ -1382,7 +1382,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("positions-collapse", "attention", 0, positions_cast_inside),
     ("positions-collapse", "attention", 0, positions_of_complex_numbers),
     ("positions-collapse", "attention", 0, positions_in_half),
-    ("result-is-rounding-error", "time", 0, timesteps_cast_inside),
+    ("positions-collapse", "time", 0, timesteps_cast_inside),
     ("result-is-rounding-error", "", 1, divergence_added),
     ("result-is-rounding-error", "", 1, divergence_widened),
     ("result-is-rounding-error", "", 1, divergence_stacked),

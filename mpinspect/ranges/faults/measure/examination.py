@@ -484,6 +484,7 @@ class Examination(Measuring):
                         step=step,
                         ratio=grown,
                         began=began[name],
+                        elements=next(each.parameter.numel() for each in self._parameters if each.name == name),
                         loss_ratio=loss_ratio,
                         **self._rates_of(name),  # type: ignore[arg-type]
                     )
