@@ -33,7 +33,7 @@ def distinct_names(wanted: int) -> list[str]:
         found |= {event["name"] for event in events if str(event.get("cat")).lower() == "kernel"}
     names = sorted(found)
     turns = range(-(-wanted // len(names)))
-    return [f"{name} /{turn}" if turn else name for turn in turns for name in names][:wanted]
+    return [f"{name}/{turn}" if turn else name for turn in turns for name in names][:wanted]
 
 
 def milliseconds(work: Callable[[], object]) -> float:

@@ -188,6 +188,7 @@ def full_session() -> s.Session:
                 dropped=True,
                 aside=True,
                 dtype="float16",
+                module_type="Linear",
             ),
         ),
         ("No gradient of the head was seen.",),

@@ -7,8 +7,10 @@ torch. Counts are of *unscaled* values (divided by the loss scale of their backw
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -17,6 +19,7 @@ from mpinspect.numeric.exponents import ExponentHistogram, merge, ratio
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.numeric.recipes import Products, is_grouped, least_even
 from mpinspect.ranges.kinds import KINDS
+from mpinspect.reporting.words import class_beside
 from mpinspect.runtime.decoding import Between, OneOf
 
 if TYPE_CHECKING:
@@ -247,6 +250,7 @@ class Event:
         aside: whether these gradients belong to another model's loss, like the gradients that a generator's loss leaves in the
             discriminator: another model's optimizer stepped after that backward, and this model's did not use them.
         dtype: the dtype of that tensor ("float16"); "" if not known.
+        module_type: class name of the module; "" if not known.
     """
 
     step: Count
@@ -270,6 +274,7 @@ class Event:
     dropped: bool = False
     aside: bool = False
     dtype: str = ""
+    module_type: str = ""
 
     @property
     def story(self) -> str:
@@ -293,7 +298,7 @@ class Event:
             return "the model's input"
         place = "the model itself"
         if self.module:
-            place = repr(self.module)
+            place = module_named(self.module, self.module_type)
         elif self.what in LOSSES:
             place = "the loss"
         return f"the code after {place}" if self.after else place
@@ -586,9 +591,16 @@ class Progress:
         return self.own_s / self.bare_s if self.bare_s > 0 else None
 
 
-def module_named(module: str) -> str:
-    """Return a module's dotted path in quotes; "the model" for the model itself."""
-    return repr(module) if module else "the model"
+def module_named(module: str, module_type: str = "") -> str:
+    """Return a module's dotted path in quotes; "the model" for the model itself.
+
+    A path that ends in a number, of a Sequential's child, says little: its class follows, if it is given: "'2' (ReLU)".
+    """
+    return repr(module) + class_beside(module, module_type) if module else "the model"
+
+
+#: A name in quotes (no apostrophe), and the start of a bracket behind it.
+_QUOTED = re.compile(r"(?<!\w)('[^'\s]+')( \()?")
 
 
 def containers(module: str) -> list[str]:
@@ -647,6 +659,23 @@ class Session:
     def ended_by(self) -> Measurement | None:
         """The first recorded exception that ended the run (on any rank); None without one."""
         return next((each for each in self.measurements if each.what == ENDED_BY), None)
+
+    @cached_property
+    def _classes(self) -> dict[str, str]:
+        """The words that follow a module's quoted path that ends in a number: " (ReLU)"."""
+        found = ((repr(info.module), class_beside(info.module, info.module_type)) for info in self.watched)
+        return {path: shown for path, shown in found if shown}
+
+    def with_classes(self, text: str) -> str:
+        """Return a text with the class of each quoted module whose path ends in a number."""
+
+        def classed(found: re.Match[str]) -> str:
+            shown = self._classes.get(found[1], "")
+            if not shown or text.startswith(shown[:-1], found.end(1)):
+                return found[0]
+            return found[1] + (f"{shown[:-1]}, " if found[2] else shown)
+
+        return _QUOTED.sub(classed, text)
 
     def source_of(self, line: str) -> str:
         """Return the text of a line of the user's code that a measurement names; "" if it is not known."""

@@ -265,12 +265,14 @@ class Listed(NamedTuple):
         thing: name of the thing in the picture that the finding is about; "" if the picture shows only one.
         link: address of the page that explains the finding; "" for none.
         others: names of further things that have the same finding.
+        place: the tensor or module in words; "" for the finding's layer as it is.
     """
 
     finding: Finding
     thing: str = ""
     link: str = ""
     others: tuple[str, ...] = ()
+    place: str = ""
 
 
 class Tab(NamedTuple):
@@ -302,7 +304,8 @@ class Front:
         picture: an interactive picture; None without one.
         without: a sentence in place of the picture, if there are no tabs either.
         tabs: documents that are shown in place of the picture, the first of them if there is none.
-        headline: where the gravest finding began; above the document's alarm, which says what followed.
+        headline: where the gravest finding began.
+        alarm: what followed, below the headline, in place of the document's alarm; "" for that alarm.
     """
 
     name: str
@@ -316,6 +319,7 @@ class Front:
     without: str = ""
     tabs: tuple[Tab, ...] = ()
     headline: str = ""
+    alarm: str = ""
 
 
 class Term(NamedTuple):

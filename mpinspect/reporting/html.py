@@ -92,6 +92,7 @@ white-space:normal;overflow-wrap:normal}
 .mpinspect .amount i{display:block;height:.8em;min-width:1px;background:var(--fill)}
 .mpinspect .error .amount i{background:var(--error)}.mpinspect .warning .amount i{background:var(--warning)}
 .mpinspect .part{border-top:1px solid var(--line);margin-top:2em}.mpinspect .part>h2{color:var(--soft);font-weight:400}
+@media (min-width:1001px){.mpinspect .amount{width:min(60em,48vw)}}
 @media (max-width:760px){.mpinspect .p3,.mpinspect .p4{display:none}.mpinspect th,.mpinspect td{padding:.28em .45em}}
 @media (max-width:480px){.mpinspect .amount{width:20vw}.mpinspect .p1,.mpinspect .p2{display:none}
 .mpinspect td.name{min-width:7.5em}.mpinspect td.long{min-width:12em}

@@ -11,7 +11,7 @@ from mpinspect.reporting.finding import SEVERITIES_EXPLAINED, in_counts, inferre
 from mpinspect.reporting.words import filled
 
 #: The punctuation after which a line of code may wrap: not within a name or a number.
-_BREAKS, _WITH_BREAK = re.compile(r"[(\[,]|\.(?=[A-Za-z_])"), r"\g<0><wbr>"
+_BREAKS, _WITH_BREAK = re.compile(r"[(\[](?![)\]])|,|\.(?=[A-Za-z_])"), r"\g<0><wbr>"
 
 STYLE = """
 .mpinspect.front{padding:0}
@@ -107,9 +107,9 @@ def front(
     yield '<section class="panel" tabindex="0" aria-label="Verdict, change and findings">'
     if shown.headline:
         yield f'<p class="{shown.tone}">{escape(shown.headline)}</p>'
-    if document.alarm:
+    if alarm := shown.alarm or document.alarm:
         classes = f"alarm {shown.tone}{' follows' * bool(shown.headline)}"
-        yield f'<p class="{classes}">{escape(document.alarm)}</p>'
+        yield f'<p class="{classes}">{escape(alarm)}</p>'
     for block in shown.verdict:
         yield from render(block, 1)
     yield from _findings(shown, escape)
@@ -163,7 +163,12 @@ def _listed(listed: Listed, escape: Escape) -> Iterator[str]:
     finding = listed.finding
     step = filled(' data-step="{}"', finding.step)
     thing = filled(' data-thing="{}"', html.escape(listed.thing))
-    places = (listed.thing, *listed.others, filled("'{}'", finding.layer), filled("step {}", finding.step))
+    places = (
+        listed.thing,
+        *listed.others,
+        listed.place or filled("'{}'", finding.layer),
+        filled("step {}", finding.step),
+    )
     where = ", ".join(filter(None, places))
     yield (
         f'<details class="finding {html.escape(finding.severity)}" data-layer="{html.escape(finding.layer)}"{step}{thing}>'

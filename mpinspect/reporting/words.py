@@ -223,3 +223,8 @@ def format_name(name: str) -> str:
     brand, width, variant, flushed = match.groups("")
     family = {"b": "BF", "t": "TF"}.get(brand, "FP")
     return f"{family}{width}{filled(' {}', variant.upper())}{flushed and ' without subnormals'}"
+
+
+def class_beside(module: str, module_type: str) -> str:
+    """Return the words that follow a module's dotted path: " (ReLU)" if it ends in a number, else ""."""
+    return filled(" ({})", module_type) if module.rpartition(".")[2].isdigit() else ""

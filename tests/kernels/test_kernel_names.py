@@ -66,11 +66,11 @@ def test_the_corpus_is_there():
 
 
 def test_names_with_a_truth_from_source_get_no_wrong_verdict():
-    """Measures the rules: at most 4 of 1,000 names are wrong, and one in six names without a product is unknown."""
+    """Measures the rules: at most 3 of 1,000 names are wrong, and one in six names without a product is unknown."""
     assert len({row["name"] for row in FROM_SOURCE}) == 1000
     verdicts = {row["name"]: classify_kernel(row["name"]).verdict for row in FROM_SOURCE}
     wrong = [row["name"] for row in FROM_SOURCE if verdicts[row["name"]] not in ALLOWED[row["truth"]]]
-    assert len(wrong) <= 4, wrong
+    assert len(wrong) <= 3, wrong
     unknown = Counter(row["truth"] for row in FROM_SOURCE if verdicts[row["name"]] == "unknown")
     assert unknown["none"] <= 100
     assert unknown["product"] <= 310
@@ -368,6 +368,77 @@ def test_case_does_not_matter(name, prefix):
 def test_a_name_without_end_gets_a_verdict(part):
     assert classify_kernel(part * 50_000).verdict in VERDICTS
     assert classify_kernel("_Z" + part * 50_000).verdict in VERDICTS
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "kind"),
+    [
+        # The time of attention and recurrent layers is not judged by rates, so a wrong kind would make them degraded.
+        (
+            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm100FlashAttentionForwardSm100_object_at__t",
+            "native",
+            "attention",
+        ),
+        (
+            "kernel_cutlass_kernel_flashinfercute_dslBlockSparseAttnForwardSm120Blk64_object_at__t",
+            "native",
+            "attention",
+        ),
+        ("RNN_blockPersist_fp_LSTM_HMMA<__half, __half, float, 1, 128>(const", "native", "recurrent"),
+        ("_v4_attention_bwd_kernel", "unknown", "attention"),
+        ("void explicit_convolve_sgemm<__half, int, (int)128, (int)6>(int)", "off", "convolution"),
+        ("void implicit_convolve_dgemm<int=128, int=5>(int)", "off", "convolution"),
+        ("cudnn_generated_fort_native_sm80_convFwd_pointwise_pointwise_kernel0_0", "unknown", "convolution"),
+        ("cudnn_generated_fort_native_sm120_matMul_pointwise_pointwise_knob_20_32x32x128_0_0", "unknown", "gemm"),
+        (
+            "_ZN9spconvlib4cumm4conv4main59Ampere_f16f16f16f16f16tnt_m128n64k32m64n32k32A1T1688_200_C301",
+            "native",
+            "convolution",
+        ),
+        ("flashinfer::comm::ulysses_pcie::UlyssesPcieBarrier(unsigned long *)", "other", "communication"),
+        ("void dpsk::ep::internode::dispatch<false, 8, true, 8>(int4*)", "other", "communication"),
+        ("implicit_convolveNd_sgemm", "off", "convolution"),
+        ("my_tile_a1t16880_kernel", "unknown", "gemm"),
+        ("gemm_fp16_fp16_fp16_fp32_accumulate", "unknown", "gemm"),
+        ("bmm_Bfloat16_E2m1E2m1_Fp32_bA16_bB16_", "native", "gemm"),
+    ],
+)
+def test_kinds(name, verdict, kind):
+    found = classify_kernel(name)
+    assert (found.verdict, found.kind) == (verdict, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"),
+    [
+        # "threadblock::" is no namespace of composable_kernel's.
+        (
+            "void cutlass::Kernel<cutlass::gemm::kernel::GemmGrouped<cutlass::gemm::threadblock::MmaTensorOp>>(P)",
+            "native",
+        ),
+        # The sums and set-up of a convolution are not the convolution.
+        ("sm80_xmma_depthwise_convolution_dgrad_tiling_f16f16_f32f32_f32_execute_helper_kernel__5x_cudnn", "helper"),
+        ("sm80_xmma_depthwise_convolution_wgrad_tiling_f16f16_f32f32_f32_post_execute_kernel__5x_cudnn", "helper"),
+        ("void cudnn::cnn::wgrad2d_c1_k1_nhwc_reduction_kernel<__half, float, 1, 5, 5>(P)", "helper"),
+        # Tables cut CuTe names after the class; the path before it is still no evidence.
+        ("kernel_cutlass_kernel_flash_attncutecu_blocks_kernelCuSeqlensToBlocksKernel_objec", "other"),
+        ("kernel_cutlass_kernel_flash_attncuteflash_bwd_preprocessFlashAttentionBackwardPreprocess_obj", "helper"),
+        # A product's namespace makes no product of a function that computes none.
+        ("void dpsk::grouped_gemm::cuda::utils::transpose<512, 128, 4, 4>(unsigned char const*)", "helper"),
+        ("void moe::dev::activation::activationDeepSeekKernel<moe::dev::activation::KernelParams<float>>(P)", "helper"),
+        # Products written by hand, which words of elementwise kernels (mul, memory) would make "other".
+        ("block_mul_kernel(int, int, float*, float*, float*)", "unknown"),
+        ("matproductsharedmemory(__int64*, __int64*, __int64*)", "unknown"),
+        ("triton_poi_fused_block_mul_0", "other"),
+        # Words that only capitals separate; those of a mangled name too.
+        ("sumChannelsNCHWKernel", "other"),
+        ("_Z9AddKerneliPdS_", "other"),
+        ("void dgl::aten::cuda::SpMMCooKernel<int, float, BinaryMul<float>>(P)", "unknown"),
+        ("duplicateWithKeys(int)", "unknown"),
+    ],
+)
+def test_parts_of_names_that_mislead(name, verdict):
+    assert classify_kernel(name).verdict == verdict
 
 
 def test_the_first_rule_decides():

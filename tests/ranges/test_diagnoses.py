@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import math
+import re
 import warnings
 from collections.abc import Callable
 from textwrap import indent
@@ -1304,7 +1305,9 @@ def test_branches_without_a_common_scale_get_one_fix():
     assert finding.id == "scale-window-empty"
     assert finding.message in str(report.verdict)
     # The fix names every layer of a branch, so that it resolves all conflicts.
-    assert "Compute 'small.0', 'small.1', 'small.2' in FP32 (or 'large.0', 'large.1', 'large.2' instead)" in finding.fix
+    small, large = finding.fix.split(" in FP32 (or ")
+    assert re.findall(r"'([\w.]+)'", small) == ["small.0", "small.1", "small.2"]
+    assert re.findall(r"'([\w.]+)'", large) == ["large.0", "large.1", "large.2"]
     lowest, highest = report.loss_scale.lowest, report.loss_scale.highest
     worst = report.loss_scale.conflicts[0]
     assert (2.0**worst.log2_lowest, 2.0**worst.log2_highest) == (lowest, highest)

@@ -558,7 +558,7 @@ def test_of_several_models_one_map_has_a_switch(browser: Any, tmp_path: Path) ->
     assert page.locator("[data-widget]").count() == 1
     assert page.locator(".explorer .rows").count() == 1
     names = page.locator("[data-widget] select").first.locator("option").all_text_contents()
-    assert names == [*by_name, "all, which move together"]
+    assert names == [*by_name, "all together"]
     page.locator(".explorer input[type=range]").first.fill("12")
     page.select_option("[data-widget] select >> nth=0", label="<b>Critic")
     page.wait_for_selector("tr[data-name='שכבה.1.weight']")
@@ -647,7 +647,7 @@ def test_maps_that_are_compared_open_in_the_narrowest_of_their_formats(browser: 
     for places, narrowest in (((1, 1), "bfloat16"), ((1, 0), "float16"), ((1, 0, 2), "float16")):
         parts = tuple(ModelPart(str(number), reports[place]) for number, place in enumerate(places))
         page = opened(browser, RunReport("a.py", "ended", parts).save(tmp_path / "a.html"), "#model=0")
-        assert page.input_value(".explorer .explorer select >> nth=1") == "bfloat16"
+        assert page.input_value(".explorer .explorer select >> nth=2") == "bfloat16"
         page.select_option("[data-widget] select >> nth=0", "all")
         page.wait_for_selector(f".explorer .rows >> nth={len(places) - 1}")
         shown = page.locator(".explorer .explorer").all()

@@ -12,13 +12,12 @@ import sessions
 import shape_records
 from agreeing_reports import analyse
 from test_explorer import SESSIONS, axe, browser, in_node, opened  # noqa: F401
-from test_opening import broken
+from test_opening import GRADIENT, broken
 
 from mpinspect.kernels.profile import read_trace
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges import analyse as analysing
 from mpinspect.ranges.analysis.comparison import compare_ranges
-from mpinspect.ranges.analysis.first_line import gravest
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.records import LeftOver
 from mpinspect.ranges.report.comparison import headline
@@ -327,7 +326,7 @@ def test_a_finding_shows_its_rows_and_the_way_back(browser: Any, tmp_path: Path)
     assert page.is_hidden(".explorer .detail")
     page.click("text=back to where it began")
     assert page.locator(".explorer tr.chosen").count() == 0
-    assert "step 4" in page.text_content(".explorer .said")
+    assert "step 4" in page.text_content(".explorer .opening")
     assert page.troubles == []
 
 
@@ -595,8 +594,8 @@ def test_a_switch_leads_to_the_maps_of_each_model_of_two_runs(browser: Any, tmp_
     assert page.locator(".compared tbody tr").count() == 2
     switch = page.locator("[data-widget] select").first
     assert switch.locator("option").all_text_contents()[:2] == [
-        "Generator: A, B and their difference",
-        "Critic: A, B and their difference",
+        "Generator: A, B, difference",
+        "Critic: A, B, difference",
     ]
     switch.select_option(index=1)
     # The Critic's did not move: they are shown all the same.
@@ -838,7 +837,13 @@ def test_the_curve_is_folded_where_no_scale_would_help(browser: Any, tmp_path: P
     page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
     assert page.locator(".explorer .losses .curve").count() == 0
     assert page.locator(".explorer .losses .grip").count() == 1
+    assert "at loss scale 2048 (2¹¹): " in page.text_content(".explorer .said")
+    assert "Shown: step 4, " in page.text_content(".explorer .opening")
+    # Beside another choice the sentence about the steps is gone.
+    page.select_option(".explorer select >> nth=1", "bfloat16")
+    assert page.is_hidden(".explorer .opening")
     assert "at loss scale 2048 (2¹¹), that of step 4: " in page.text_content(".explorer .said")
+    page.select_option(".explorer select >> nth=1", "float16")
     folded = page.locator(".explorer .rows").bounding_box()["height"]
     page.click("text=show the curve")
     assert page.locator(".explorer .losses .curve.flushes").count() == 1
@@ -875,35 +880,133 @@ def test_on_a_phone_the_first_screen_has_the_change_and_the_culprit(browser: Any
 
 
 def test_the_headline_says_where_and_when_it_began():
-    from mpinspect.ranges.report.front import began
+    from mpinspect.ranges.report.place import began
     from mpinspect.reporting.finding import Finding
 
     report = analysing.analyse(replace(broken(nan_from=99), events=()))
     finding = Finding("scale-too-low", "warning", "blocks.0.fc2", "It is.", {}, step=1200)
-    assert began(report) == ""
-    assert began(replace(report, findings=(finding,))) == "In 'blocks.0.fc2', first seen in step 1,200"
-    assert (
-        began(replace(report, findings=(replace(finding, layer=""),)))
-        == "In the training loop, first seen in step 1,200"
+
+    def headline_of(found: Finding, of: RangeReport = report) -> str:
+        return began(replace(of, findings=(found, *of.findings))).headline
+
+    assert began(report) == ("", "")
+    assert headline_of(finding) == "In 'blocks.0.fc2', first seen in step 1,200"
+    assert headline_of(replace(finding, layer="")) == "In the training loop, first seen in step 1,200"
+    assert headline_of(replace(finding, step=None)) == "In 'blocks.0.fc2', throughout the run"
+    assert headline_of(replace(finding, layer="", step=None)) == "In the training loop, throughout the run"
+    line, operator = {"line": "train.py:9"}, {"line": "train.py:9", "operator": "_to_copy", "phase": "forward"}
+    assert headline_of(replace(finding, layer="", evidence=line)) == "In train.py:9, first seen in step 1,200"
+    in_both = replace(finding, evidence=line)
+    assert headline_of(in_both) == "In 'blocks.0.fc2', train.py:9, first seen in step 1,200"
+    with_operator = replace(finding, evidence=operator)
+    assert headline_of(with_operator) == (
+        "In the forward of 'blocks.0.fc2', train.py:9: a cast, first seen in step 1,200"
     )
-    assert began(replace(report, findings=(replace(finding, step=None),))) == "In 'blocks.0.fc2', throughout the run"
-    nowhere = replace(finding, layer="", step=None)
-    assert began(replace(report, findings=(nowhere,))) == "In the training loop, throughout the run"
-    at_line = replace(finding, layer="", evidence={"line": "train.py:9"})
-    assert began(replace(report, findings=(at_line,))) == "In train.py:9, first seen in step 1,200"
-    in_both = replace(finding, evidence={"line": "train.py:9"})
-    assert began(replace(report, findings=(in_both,))) == "In 'blocks.0.fc2', in train.py:9, first seen in step 1,200"
-    # Of an event the alarm says it, unless the gravest finding is of another step.
+    # Code outside of modules may be the loop's, for which the phase says nothing.
+    assert headline_of(replace(with_operator, layer="")) == "In train.py:9: a cast, first seen in step 1,200"
+    assert headline_of(replace(finding, id="masters-stale", layer="")) == (
+        "In the master weights, first seen in step 1,200"
+    )
+    # The alarm beside an event's own place does not repeat it.
     of_event = analyse(broken())
-    assert began(of_event) == ""
-    assert began(replace(of_event, findings=(finding, *of_event.findings))) == (
+    assert began(of_event) == ("In 'blocks.1.fc1'", "step 5, forward, first NaN")
+    assert headline_of(finding, of_event) == (
         "The gravest finding is another one, in 'blocks.0.fc2', first seen in step 1,200"
     )
     earlier = replace(finding, id="weights-exploded", severity="error", step=2)
-    assert began(replace(of_event, findings=(earlier, *of_event.findings))) == ("It began in step 2, in 'blocks.0.fc2'")
-    event = gravest(of_event.events)
-    named = replace(finding, severity="error", step=event.step, evidence={"line": "train.py:9"})
-    assert began(replace(of_event, findings=(named,))) == "The cause is in train.py:9"
+    assert headline_of(earlier, of_event) == "It began in step 2, in 'blocks.0.fc2'"
+    own = replace(with_operator, layer="blocks.1.fc1", severity="error", step=5)
+    expected = ("In 'blocks.1.fc1', train.py:9: a cast", "step 5, forward, first NaN")
+    assert began(replace(of_event, findings=(own,))) == expected
+    elsewhere = replace(finding, severity="error", step=5, evidence=line)
+    assert began(replace(of_event, findings=(elsewhere,))) == ("In train.py:9", "")
+
+
+def test_the_first_screen_names_the_operator_once_and_the_phase_at_the_row(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    from mpinspect.reporting.finding import Finding
+
+    evidence = {"line": "train.py:9", "operator": "mul", "phase": "forward"}
+    (part_of_run,) = of_run(broken()).parts
+    finding = Finding("overflow-in-operator", "error", "blocks.1.fc1", "It overflows.", evidence, step=5)
+    ranges = replace(part_of_run.ranges, findings=(finding,))
+    report = RunReport("train.py", "ended", (ModelPart("Net", ranges),))
+    page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
+    assert page.text_content(".panel > p >> nth=0") == "In 'blocks.1.fc1', train.py:9: mul"
+    assert page.text_content(".panel .alarm") == "step 5, forward, first NaN"
+    assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul"
+    assert page.text_content(".explorer .opening").startswith(
+        "Activations were not counted (--kinds): these are activation gradients. Shown: step 4, "
+    )
+    assert page.troubles == []
+
+
+def numbered(session: Session) -> Session:
+    """The session with a Sequential's layers, whose paths end in numbers."""
+
+    def of(name: str) -> str:
+        return name.replace(".fc1", ".0").replace(".fc2", ".2")
+
+    windows = (
+        replace(each, tensors={key._replace(name=of(key.name)): counted for key, counted in each.tensors.items()})
+        for each in session.windows
+    )
+    watched = tuple(replace(info, name=of(info.name), module=of(info.module)) for info in session.watched)
+    events = tuple(replace(each, module=of(each.module), tensor=of(each.tensor)) for each in session.events)
+    return replace(session, windows=tuple(windows), watched=watched, events=events)
+
+
+def test_a_numbered_module_has_its_class_beside_it_in_every_form(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    session = numbered(broken(module_type="Linear"))
+    report = of_run(session)
+    for ending in (".md", ".txt"):
+        text = report.save(tmp_path / f"a{ending}").read_text()
+        assert "blocks.1.0' (Linear)" in text.replace("\\", "")
+        assert "blocks.0.2 (Linear)" in text.replace("\\", "")
+    page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
+    assert page.text_content(".panel > p >> nth=0") == "In 'blocks.1.0' (Linear)"
+    assert page.text_content(".explorer tr.marked th") == "blocks.1.0 (Linear)"
+    assert "'blocks.1.0' (Linear), step 5" in page.text_content(".panel .finding >> nth=0")
+    # Its path leads to it.
+    page.click(".panel .finding[data-step] summary")
+    assert page.get_attribute(".explorer tr.chosen", "data-name") == "blocks.1.0"
+    assert page.troubles == []
+
+
+def test_a_long_name_loses_its_first_parts_and_is_read_whole(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    long = "transformer.encoder.layers.3.feedforward.c_fc"
+    session = broken(nan_from=99)
+    windows = tuple(
+        replace(
+            each, tensors={key._replace(name=f"{long}.{key.name}"): counted for key, counted in each.tensors.items()}
+        )
+        for each in session.windows
+    )
+    watched = tuple(
+        replace(info, name=f"{long}.{info.name}", module=f"{long}.{info.module}") for info in session.watched
+    )
+    session = replace(session, windows=windows, watched=watched, events=())
+    page = opened(browser, of_run(session).save(tmp_path / "a.html"), viewport=PHONE)
+    for row in page.query_selector_all(".explorer tbody th"):
+        shown, whole = row.text_content(), row.get_attribute("aria-label")
+        assert whole.startswith(f"{long}.")
+        assert row.get_attribute("title") == whole
+        # From a dot on.
+        assert re.fullmatch(r"…[\w.]+", shown)
+        assert whole.endswith(f".{shown[1:]}")
+        assert row.evaluate(
+            "each => each.scrollWidth <= each.clientWidth && each.scrollHeight <= each.clientHeight + 1"
+        )
+    assert page.troubles == []
+
+
+def test_a_map_of_one_row_fills_its_place(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    made = broken(nan_from=99)
+    one = TensorKey("head", GRADIENT)
+    windows = tuple(replace(each, tensors={one: each.tensors[one]}) for each in made.windows)
+    page = opened(browser, of_run(replace(made, windows=windows, events=())).save(tmp_path / "a.html"), viewport=SCREEN)
+    assert covered(page) > 0.6
+    assert page.locator(".explorer tbody canvas").evaluate("each => each.clientHeight") > 300
+    assert page.troubles == []
 
 
 def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():

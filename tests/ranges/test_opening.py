@@ -75,15 +75,15 @@ def test_steps_whose_culprit_was_already_not_finite_are_not_healthy():
 def test_without_a_healthy_step_before_it_the_whole_run_is_shown():
     shown = opened(broken(0))
     assert shown["block"] == -1
-    assert shown["words"].endswith("There is no step before step 0, so the map shows the whole run.")
+    assert shown["words"].endswith("these are activation gradients.")
     later = opened(broken(4, nan_from=0))
-    assert later["words"].endswith("No healthy step was counted before step 4, so the map shows the whole run.")
+    assert later["words"].endswith("No healthy step was counted before step 4.")
 
 
 def test_a_culprit_of_a_kind_that_was_not_counted_shows_the_nearest_kind_and_says_so():
     shown = opened(broken())
     assert (shown["kind"], shown["marked"]) == (GRADIENT, ["blocks.1.fc1"])
-    assert "The activations of 'blocks.1.fc1' were not counted; shown are its activation gradients." in shown["words"]
+    assert shown["words"].startswith("Activations were not counted (--kinds): these are activation gradients. Shown: ")
     counted = opened(broken(kind="activation"))
     assert (counted["kind"], counted["marked"]) == ("activation", ["blocks.1.fc1"])
     assert "not counted" not in counted["words"]
@@ -113,8 +113,10 @@ def test_a_culprit_without_a_tensor_of_its_own_has_a_row_and_marks_no_other(
     assert shown["near"] == near
     assert (shown["name"], shown["said"], shown["step"]) == (name, "first NaN: step 5, forward", 5)
     assert shown["after"] is after
-    said = "No tensor of the marked place was counted; \u25b7 marks the rows next to it."
-    assert shown["words"].startswith(said) is bool(near)
+    assert ("\u25b7: next to the place." in shown["words"]) is bool(near)
+    # No kind of tensor would show the loss or the batch.
+    is_of_module = fields.get("what") != "loss" and "given" not in fields
+    assert ("Activations were not counted" in shown["words"]) is is_of_module
     assert shown["block"] == 4
 
 
@@ -155,9 +157,28 @@ def test_a_marked_row_whose_ranges_are_innocent_says_so():
     finding = Finding("narrow-head", "warning", "blocks.0.fc2", "It is.", {})
     given = data(replace(report, findings=(finding,)))["opening"]
     assert given["marked"] == ["blocks.0.fc2"]
-    assert given["words"] == "The ranges of 'blocks.0.fc2' do not show this fault."
+    assert given["words"] == "The ranges do not show this fault."
     seen = data(replace(report, findings=(replace(finding, id="updates-lost"),)))["opening"]
     assert (seen["marked"], seen["words"]) == (["blocks.0.fc2"], "")
+
+
+def test_a_fault_of_the_forward_opens_on_activations_or_says_that_they_are_missing():
+    from mpinspect.reporting.finding import Finding
+
+    evidence = {"line": "train.py:9", "operator": "sum", "phase": "forward"}
+    finding = Finding("sum-loses-terms", "warning", "blocks.0.fc2", "It does.", evidence, step=1)
+    for kind, words in (
+        ("activation", ""),
+        (GRADIENT, "Activations were not counted (--kinds): these are activation gradients."),
+    ):
+        report = analysing.analyse(replace(broken(nan_from=99, kind=kind), events=()))
+        given = data(replace(report, findings=(finding,)))["opening"]
+        assert (given["kind"], given["marked"], given["words"]) == (kind, ["blocks.0.fc2"], words)
+        assert (given["phase"], given["at"]) == ("forward", "train.py:9: sum")
+        assert given["said"] == "sum-loses-terms, first seen in step 1"
+        # Code outside of modules has a row of its own.
+        given = data(replace(report, findings=(replace(finding, layer=""),)))["opening"]
+        assert (given["name"], given["phase"], given["at"]) == ("train.py:9", "", "sum: sum-loses-terms")
 
 
 def test_of_an_event_and_a_finding_in_another_step_the_finding_is_marked():
@@ -178,7 +199,7 @@ def test_a_finding_without_a_layer_says_that_no_single_layer_is_to_blame():
     given = data(replace(report, findings=(finding,)))["opening"]
     assert (given["kind"], given["marked"], given["near"]) == ("", [], [])
     assert (given["name"], given["said"]) == ("no single layer", "clip-before-unscale, first seen in step 3")
-    assert (given["words"], given["curve"]) == ("The fault lies not in the ranges below.", False)
+    assert (given["words"], given["curve"]) == ("The ranges do not show this fault.", False)
     # The curve shows a fault of the loss scale.
     given = data(replace(report, findings=(replace(finding, id="scale-too-low"),)))["opening"]
     assert (given["words"], given["curve"]) == ("", True)
@@ -217,6 +238,8 @@ def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():
         "name": "",
         "after": False,
         "said": "",
+        "at": "",
+        "phase": "",
         "step": None,
         "until": None,
         "curve": True,
@@ -226,7 +249,7 @@ def test_the_map_opens_in_the_runs_format_or_in_fp16_for_an_fp32_run():
     }
     shown = opened(replace(healthy, precision=Precision({"float32": 100}, autocast=("",))))
     assert (shown["format"], shown["scale"], shown["marked"]) == ("float16", 0, [])
-    assert shown["words"].startswith("The run computes in FP32.")
+    assert shown["words"].startswith("The run computes in FP32; ")
     # Whoever asks for a format gets it.
     assert opened(healthy, "float8_e4m3")["format"] == "float8_e4m3"
 

@@ -45,7 +45,7 @@ def test_overflowing_batch_norm_statistics_are_reported() -> None:
             model(batch.half()).mean().backward()
             optimizer.step()
     broken = {finding.id: finding for finding in inspector.report().findings}["statistics-broken"]
-    assert broken.message.startswith("running_var of '0' (FP16) has not been finite since step 0")
+    assert broken.message.startswith("running_var of '0' (BatchNorm1d, FP16) has not been finite since step 0")
 
     model = nn.Sequential(nn.Identity(), nn.BatchNorm1d(4))
     with Inspector(model, capture=("activation",)) as inspector:

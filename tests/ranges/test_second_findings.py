@@ -734,7 +734,8 @@ def trained(loss_of, scale, steps=4):
 
 
 def distance(y):
-    return (y[:, None] - y).square().sum(-1).clamp_min(1e-10).sqrt().float().mean()
+    # From torch 2.15 on, clamp_min passes no gradient at its bound.
+    return (y[:, None] - y).square().sum(-1).add(1e-10).sqrt().float().mean()
 
 
 def confidence(y):
@@ -750,7 +751,7 @@ def entropy(y):
 @pytest.mark.parametrize(
     ("loss_of", "scale", "says"),
     [
-        (distance, 2.0**-10, ("the gradient of sqrt", "clamp_min", "1e-10, which FP16 rounds to 0", "5.96046e-08")),
+        (distance, 2.0**-10, ("the gradient of sqrt", "add", "1e-10, which FP16 rounds to 0", "5.96046e-08")),
         (confidence, 1.0, ("log is infinite", "clamp", "0.9999, which FP16 rounds to 1", "0.999512")),
         (entropy, 1.0, ("log is infinite", "add", "1e-09, which FP16 rounds to 0", "5.96046e-08")),
     ],

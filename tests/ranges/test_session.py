@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpinspect.numeric.exponents import merge
+from mpinspect.ranges.kinds import ACTIVATION
 from mpinspect.ranges.session import (
     LEAST_WINDOW_LIMIT,
     WINDOW_LIMIT,
@@ -19,6 +20,7 @@ from mpinspect.ranges.session import (
     ScaleChange,
     ScalerRecord,
     Session,
+    TensorInfo,
     TensorWindow,
     Window,
     add_counts,
@@ -183,3 +185,15 @@ def test_the_fall_after_the_last_skipped_step_follows_from_the_scalers_factor() 
         assert unknown.last_fall() is None
     # A fall that a later step recorded is in the history.
     assert replace(session, progress=Progress(scales=(ScaleChange(0, 16.0), ScaleChange(9, 4.0)))).last_fall() is None
+
+
+def test_quoted_paths_that_end_in_a_number_get_their_class_once():
+    infos = (("0.weight", "0", "Linear"), ("blocks.2", "blocks.2", "ReLU"), ("head", "head", "Linear"))
+    session = Session(watched=tuple(TensorInfo(name, ACTIVATION, module, of) for name, module, of in infos))
+    for text, expected in (
+        ("In '0' and 'head'.", "In '0' (Linear) and 'head'."),
+        ("the model's gradient of '0.weight'", "the model's gradient of '0.weight'"),
+        ("In 'blocks.2' (train.py:9), it", "In 'blocks.2' (ReLU, train.py:9), it"),
+        ("In 'blocks.2' (ReLU) and '7'", "In 'blocks.2' (ReLU) and '7'"),
+    ):
+        assert session.with_classes(text) == session.with_classes(expected) == expected

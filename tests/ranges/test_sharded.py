@@ -1,5 +1,6 @@
 """The sessions of two ranks under DDP, FSDP2, tensor parallelism and a pipeline (``sharded_training.py``)."""
 
+import re
 from typing import Any
 
 import forked_ranks
@@ -90,8 +91,10 @@ def test_the_input_of_a_later_pipeline_stage_is_not_reported_as_the_batch(found:
     given = (trained.BROKEN_AT, "forward", "", "the previous stage of the pipeline sent it: look at that stage's rank")
     assert second["events"][0] == given
     reports = [analyse(second["session"]), analyse(merge_ranks(each["session"] for each in (first, second)))]
-    assert not [each for report in reports for each in report.findings if each.id == "batch-not-finite"]
-    assert "the activation of '1' held an inf on rank 0" in " ".join(str(reports[1]).split())
+    wrong = {"batch-not-finite", "weights-broken-elsewhere"}
+    assert not [each for report in reports for each in report.findings if each.id in wrong]
+    assert reports[1].findings[0].id == "non-finite-event"
+    assert re.search(r"the activation of '1'( \(Plant\))? held an inf on rank 0", " ".join(str(reports[1]).split()))
 
 
 @pytest.mark.parametrize("way", ["pipeline", "pipeline-fsdp"])

@@ -58,9 +58,16 @@ _ALIGNMENT = re.compile(r"(?:align[abc]?|ldg)(\d+)")
 _NARROW = tuple(row for row in _DTYPES if row[2].startswith(("float8", "float4")))
 _OF_MMA = (("bf16", "bfloat16"), ("tf32", "tfloat32"), ("f16", "float16"), ("fp16", "float16"))
 
+#: Kinds by words, "gemm" without any; the first one found counts. Attention and recurrent layers have precedence: their
+#: rates are not judged.
 _KINDS = (
-    ("convolution", ("fprop", "dgrad", "wgrad", "conv", "cudnn_", "cudnn", "implicit_gemm")),
-    ("gemm", ("gemm", "matmul", "bmm")),
+    ("recurrent", ("rnn", "lstm")),
+    (
+        "attention",
+        ("attention", "attn", "fmha", "_mha", "sdpa", "flash_fwd", "flash_bwd", "mqa_logits", "_mla_", "mla_decode"),
+    ),
+    ("gemm", ("matmul",)),
+    ("convolution", ("fprop", "dgrad", "wgrad", "conv", "cudnn", "implicit_gemm", "gtcx")),
 )
 
 

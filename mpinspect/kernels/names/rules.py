@@ -14,10 +14,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from mpinspect.kernels.names.spelling import Spelling
+from mpinspect.kernels.names.spelling import Spelling, with_words_apart
 
 #: Version of the rules, included in every report; change it with every change to the rules.
-RULES_VERSION = "2026.15"
+RULES_VERSION = "2026.17"
 
 VERDICTS = ("native", "degraded", "off", "helper", "unknown", "other")
 
@@ -67,8 +67,9 @@ class Rule:
 
 
 #: Shapes of one mma instruction (m8n8k4, m16n8k8, ...) as cuBLAS, cuDNN and CUTLASS write them, after the letter of the
-#: accumulator's dtype. Anchored on both sides, so that 884 inside another number does not match.
-MMA = r"(?:(?<![a-z0-9])g?[hsidcz]|mma_?)(884|1684|1688|16816|161616|8816|8832|16832|16864|168128|168256)(?!\d)"
+#: accumulator's dtype, and spconv after the width of its loads (k32A1T1688). Anchored on both sides, so that 884 inside another
+#: number does not match.
+MMA = r"(?:(?<![a-z0-9])g?[hsidcz]|(?<=\da\d)t|mma_?)(884|1684|1688|16816|161616|8816|8832|16832|16864|168128|168256)(?!\d)"
 
 #: Substrings such that every match of MMA contains at least one: "168" is in 1684, 1688, 16816, 16832, ...
 MMA_DIGITS = "884 168 1616 8816 8832"
@@ -78,7 +79,7 @@ _B, _E = r"(?<![a-z])(?:", r")(?![a-z])"
 
 #: Words of matrix products, in names of functions and operators.
 PRODUCT_WORDS = (
-    r"(?<!fb)gemm|gmm|mat_?mul|mul_?mat|matrix_?mul|tensordot|einsum|conv(?:\d?d|olution|olve|_)|(?<!relu_)(?<!moid_)(?<!add_)fprop|dgrad"
+    r"(?<!fb)gemm|gmm|mat(?:rix|rices)?_?(?:mul|prod)|mul_?mat|(?:block|tiled?)_?mul|(?<![a-z])mmul|tensordot|einsum|conv(?:\d?d|olution|olve|_|fwd|bwd)|(?<!relu_)(?<!moid_)(?<!add_)fprop|dgrad"
     r"|wgrad|blockscaled|attend|attention|attn|fmha|prefill|flash_?(?:fwd|bwd|decod|packed|kda)|mhsa|mqa_?logits|lightning_?indexer|kernel_stage1|marlin"
     r"|__myl_\w*(?:fc|gemm|matmul|mha)|moe_?(?:kernel|mlp|fwd|bwd|gemm|forward|fused)|delta_?rule|chunk_(?:scan|state)_|chunk(?:wise)?_(?:\w+_)?(?:fwd|bwd)_\w*kernel"
     r"|intra_sub|delta_?net|indexer|block_?scores?|hadamard|_rht_|solve_tril|rotate_quant|recompute_w|wy_repr|householder|\d+x\d+_inverse|delta_product|deltaformer|[bs]gmv"
@@ -88,8 +89,8 @@ PRODUCT_WORDS = (
 #: Words for work that accompanies a product: a kernel with one of these in its name computes no product itself ...
 HELPER_WORDS = (
     r"(?<!all)(?<!all_)reduc(?!e_?scatter)|per_token_group_quant|finali[sz]e|(?<!chunk_)pre_?process|post_?process|prep_|metadata|repack|prepack"
-    r"|_to_marlin|workspace|fixup|align_?block|permut|indices|_ids|expert_id_|histogram|prefix_?sum|sort|top_?k|merge_?(?:states?|attn|vec|q(?![a-z]))"
-    r"|kernel_stage2|decode_stage2|vsm_stage2|_args|convert|(?<!broad)cast_|(?:store|append|write|copy|update|concat|quant|and|cat)\w*cache"
+    r"|_to_marlin|workspace|fixup|align_?block|permut|indices|_ids|expert_id_|histogram|prefix_?sum|sort|top_?k|merge_?(?:states?|attn|vec|kernel|q(?![a-z]))"
+    r"|kernel_stage2|decode_stage2|vsm_stage2|_odo_|_args|convert|(?<!broad)cast_|(?:store|append|write|copy|update|concat|quant|and|cat)\w*cache"
     r"|cache_(?:copy|store|update)|_trans_|attentionsum|advance_step|smooth|mask_to|mask_kernel|softmax(?!_gemm)|dequant|layout|(?<!pre)shuffle"
     r"|rope|rotary|aux_loss|norm_kernel|_helper|moe_sum|expand_?(?:input|to)|strides|expert_?map|qkvzba|_cat_kernel|_info"
     r"|(?:pre|post)_attn|(?<!gemm_)(?:moe|experts?)_combine|memcpy|memset|(?<![a-z])cop(?:y|ies)(?![a-z])|prefill_cache"
@@ -138,30 +139,30 @@ _PLANS = r"(?<![a-z])(?:prepare|schedule|plan|build|inspect|reset|gather|scatter
 
 #: Words for elementwise kernels, reductions, normalisations, sorting, copies, random numbers, optimizers, losses, bookkeeping.
 OTHER_WORDS = (
-    r"element_?wise|pointwise|element_|reduc|softm|soft_?(?:max|cap)|sparsemax|norm|welford|memset|memcpy|copy|copies|quant|transpos|permut"
+    r"element_?wise|el(?:em|t)_?wise|pointwise|element_|reduc|softm|soft_?(?:max|cap)|sparsemax|norm|welford|memset|memcpy|copy|copies|quant|transpos|permut"
     r"|sort|top_?[kp]|scan|indices|indexing|index_(?:select|put|add|fill|copy)|merge_?states?|embed|rope|rotary|rotate|silu|gelu|swish|relu|sigmoid|activat|act_and"
     r"|tanh|dropout|adam|optimi|multi_tensor|entropy|kl_?div|loss|distance|sinkhorn|sampl|penalt|argm(?:ax|in)|amax|abs_?max"
-    r"|hist|bincount|unique|pool|interp|upsampl|upscale|bicubic|bilinear|nms|roi_?(?:align|pool)|rand|philox|seed|fft|hadamard|thrust"
+    r"|hist|bincount|unique|pool|interp|upsampl|upscale|bicubic|bilinear|nms|roi_?(?:align|pool)|resize|rasteri[sz]e|lrn|rand|philox|seed|fft|hadamard|thrust"
     r"|rocprim|hipcub|barrier|pack(?!ed)|convert|upcast|downcast|concat|clamp|arange|linspace|triu|(?<!solve_)tril|residual|page_table|metadata"
     r"|token_id|token_shift|count|cumsum|cumprod|prefix|compar|radix|segments|segment_(?:sum|reduce|mean|max)"
-    r"|segsum|fillfunctor|fill_|memory|delay|noop|dummy|init_|initial|signal|wait|unary|binary_op|op_?tensor|tensor_?op|bias|scaling|scale_"
+    r"|segsum|fillfunctor|fill_|memory|delay|noop|dummy|init_|initial|signal|wait|unary|binary_op|op_?(?:generic_)?tensor|tensor_?op|bias|scaling|scale_"
     r"|_scale|grid_sampler|logits|bucketize|linearize|cache(?<!prompt_cache)(?<!_k_cache)|functor|permutation|window"
-    r"|shuffle|broadcast|flush|bounds_check|log_?prob|split_?qkv|eigenmetakernel|spmv|trsm|trsv|getrf|potrf|larft|geqr|gesvd|syev"
+    r"|shuffle|broadcast|flush|bounds_check|log_?prob|split_?qkv|eigenmetakernel|spmv|trsm|trsv|getrf|potrf|larf[tg]|laswp|geqr|gesvd|syev"
     r"|addcmul|addcdiv|state_passing|_lens|mapping|_map_|_info|csr|marker|restore|_trans_|preprocess|position|kernel_stage2|smooth"
-    r"|rowwise_to|float_to|fp\d+_to|_to_(?:fp|float|mxfp|q_)|(?:get|set)_rows|bcast|dcpy|(?:cuda|fake)cast|exponent|divide|check_|assert|clean"
-    r"|clear|set_value|vector_set|finali[sz]e|numerics|nonfinite|_stats|publish|tensormaps|reorder|rearrange|remap|selective_state"
+    r"|rowwise_to|float(?:_to|\d?2(?:half|bf16|int))|half2?2float|fp\d+_to|_to_(?:fp|float|mxfp|q_)|(?:get|set)_rows|bcast|dcpy|(?:cuda|fake)cast|exponent|divide|check_|assert|clean"
+    r"|clear|nvfuser_(?:inner|outer)|_gpu_dt_|set_value|vector_set|finali[sz]e|numerics|nonfinite|_stats|publish|tensormaps|reorder|rearrange|remap|selective_state"
     r"|state_update|populate|qparam|prun|glu(?:fwd|bwd)|prelu|kthvalue|getitem|gradgamma|gradinput|submean|meanscale|combine|decompress|fwht"
     r"|reconstruct|make_sequential|thd_|stochastic_round|sparse24_|kernel_args|descriptors|transform(?:4d)?_0|to_dense_|compute_cuda_kernel|gen_seq"
     r"|batched_ptrs|pointers|strides|expand_?input|dispatch_(?:kernel|token)|fillgaps|curand|cudnn::(?:ops|bn)|timestep|mse"
     r"|(?:exact|approx)_(?:forward|backward)|(?:loop|input|wrapped)_\w*(?:fusion|add|mul|reduce)"
-    rf"|{_B}add|addition|mul|sub(?!_chunk)|div|max|min|sum|mean|exp|log|sqrt|pow|cos|sin|erf|abs|neg|cat|pad|act|cast|fill|mask|scale|slice|where|roll"
+    rf"|{_B}add|addition|avg|mul|sub(?!_chunk)|div|max|min|sum|mean|exp|log|sqrt|pow|cos|sin|erf|abs|neg|cat|pad|act|cast|fill|mask|scale|slice|where|roll"
     rf"|flip|repeat|stack|ln|rms|bn|gn|lamb|sgd|lars|lion|ce|jsd|zeros?|empty|cub|[sdcz]?axpy|scal|nrm2|iamax|asum|clip|unfold|fold|cpy"
     rf"|tri|acc|any|all|ones|isin|nonzero|multinomial|prod|uniform|eye|logspace|trace|std|var|vstack|bitmask|log_?probs?|logsumexp|lookup"
     rf"|hash|select|rejection|accept(?:ance)?|fused_recurrent|plan|replay"
     rf"|rsqrt|expm1|log1p|log2|log10|atan\d?|asin|acos|[sc]inh|is_?(?:nan|inf|finite|close)|nan_to_num|lerp|hypot|logaddexp\d?|softplus|mish|[cs]?elu"
     rf"|hard(?:tanh|swish|shrink)|soft(?:sign|shrink)|bitwise|logical|reciprocal|maximum|minimum|cum(?:max|min)|searchsorted|one_?hot|trunc|floor|ceil"
     rf"|fmod|remainder|masked_(?:fill|select|scatter)|quantile|median|minmax|lgamma|digamma|gumbel|noise|bernoulli|ema|foreach|adagrad"
-    rf"|rmsprop|adadelta|adafactor|nll|tvd|dyt|grpo|huber|hinge|triplet|iota|meshgrid|sync|notify|sleep|spin|checksum|bbox|boxes|iou|resize|crop|voxel"
+    rf"|rmsprop|adadelta|adafactor|nll|tvd|dyt|grpo|huber|hinge|triplet|iota|meshgrid|rdma|roce|lamport|sync|notify|sleep|spin|checksum|bbox|boxes|iou|crop|voxel"
     rf"|bad_?words|min_p|temperature|gather_?backward|scatter_?add|slice_scatter|select_scatter{_E}"
 )
 
@@ -183,11 +184,11 @@ FAMILIES = (
         "other",
         "communication",
         "ccl nvshmem shmem reduce gather cross_device multimem userbuffers deep_ep alltoall all_to_all fusion_kernel p2p "
-        "inter_node intra_node",
+        "node comm::",
         "communication between GPUs",
         "traces; NCCL, RCCL, NVSHMEM, DeepEP, TransformerEngine",
         "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevComm*)",
-        r"(?<![a-z])(?:n|r|ms|one|h)ccl|shmem|all_?reduce|reduce_?scatter|all_?gather|cross_device|multimem|userbuffers|deep_ep|all_?to_?all|p2p|int(?:er|ra)_node",
+        r"(?<![a-z])(?:n|r|ms|one|h)ccl|shmem|all_?reduce|reduce_?scatter|all_?gather|cross_device|multimem|userbuffers|deep_ep|all_?to_?all|p2p|int(?:er|ra)_?node|(?<![a-z])comm::",
         none_of=("gemm", "matmul"),
         own=True,
     ),
@@ -223,7 +224,7 @@ FAMILIES = (
         "traces; Tensile, MIOpen, composable_kernel, AITER",
         "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT32x32x256_MI16x16x1_SN",
         r"cijk_|igemm_\w*gtcx|xdl|mfma|(?:gemm|conv|contraction)\w*_cshuffle|wmma_gfx"
-        rf"|(?:(?:ck|ck_tile)::|aiter::(?![^<]*(?:{HELPER_WORDS}))).*(?:gemm|fmha|conv|attention|contraction|moe|mla|matmul)"
+        rf"|(?:(?<![a-z])(?:ck|ck_tile)::|aiter::(?![^<]*(?:{HELPER_WORDS}))).*(?:gemm|fmha|conv|attention|contraction|moe|mla|matmul)"
         r"|miopen\w*conv|gridwise_\w*(?:conv|gemm)|naive_conv_|gemm_\w*_gfx\d|ll4mi_qkv|wvsplitk",
         none_of=("generic_reduce",),
     ),
@@ -232,11 +233,11 @@ FAMILIES = (
         "split-k-reduce",
         "helper",
         "gemm",
-        "splitk split_k gemmk_reduce",
+        "splitk split_k gemmk_reduce reduce_1block",
         "the sum of a product's partial results",
         "labelled; cuBLAS, CUTLASS, AITER",
         "void splitKreduce_kernel<32, 16, int, float, __half, float, __half, true, false, false>",
-        r"split_?k_?reduc|reducesplitk|gemmk_reduce",
+        r"split_?k_?reduc|reducesplitk|gemmk_reduce|reduce_1block",
     ),
     Rule(
         "layout",
@@ -253,11 +254,11 @@ FAMILIES = (
         "convolution-setup",
         "helper",
         "convolution",
-        "offsetskernel kern_precompute reduce_wgrad",
+        "offsetskernel kern_precompute reduce_wgrad reduction_kernel execute_",
         "the set-up of a convolution, or the sum of its parts",
         "traces; cuDNN",
         "void cask_cudnn_infer::computeOffsetsKernel<false, false>(cask_cudnn_infer::ComputeOffsetsParams)",
-        r"compute\w*offsetskernel|kern_precompute|reduce_wgrad",
+        r"compute\w*offsetskernel|kern_precompute|reduce_wgrad|(?:[wd]grad|fprop|conv)\w*(?:reduction|execute_helper|post_execute)_kernel",
     ),
     Rule(
         "gemm-epilogue",
@@ -325,11 +326,11 @@ FAMILIES = (
         "gemv",
         "off",
         "gemv",
-        "gemv dot_kernel gevv dotc reduce_1block",
+        "gemv dot_kernel gevv dotc",
         "a matrix-vector or scalar product: bound by memory, CUDA cores",
         "labelled; traces; cuBLAS, AWQ",
         "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensorStridedBatched<float const> > >",
-        r"gemv|(?<![a-z_])dot_kernel|gevv|dotc|reduce_1block",
+        r"gemv|(?<![a-z_])dot_kernel|gevv|dotc",
         none_of=("triton", "flash"),
     ),
     Rule(
@@ -477,6 +478,7 @@ FAMILIES = (
         "labelled; traces; cuBLAS, cuDNN, TensorRT",
         "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
         r"xmma.*(?:_tensor\d+x\d+x\d+|tf32|bf16|(?<![a-z])f16f16|(?<![a-z])f16_|[iu]8[iu]8|e4m3|e5m2|e2m1|e3m2|e2m3|f8f8|mx|fp[48])|sm(?:9|1[0-9])\d_xmma",
+        none_of=("xmma_pool",),
     ),
     Rule(
         "xmma-unknown",
@@ -486,6 +488,7 @@ FAMILIES = (
         "an xmma kernel that names neither ffma nor operands that only Tensor Cores multiply",
         "cuBLAS, cuDNN",
         "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_stage3_warpsize1x4x1_kernel",
+        none_of=("xmma_pool",),
     ),
     Rule(
         "trtllm-gen",
@@ -495,7 +498,9 @@ FAMILIES = (
         "a generated product for Hopper's or Blackwell's Tensor Cores",
         "TensorRT-LLM, trtllm-gen kernels; traces",
         "bmm_Bfloat16_E2m1E2m1_Fp32_t128x8x512u2_s6_et64x8_m64x8x64_cga1x1x1_16dp256b_sm100f",
-        r"(?<![a-z0-9])(?:bmm|gemm|gemmgatedact(?:kernel)?|gemmkernel)_[a-z0-9]+_.*(?:sm(?:9|1\d)\d[af]?(?![0-9])|(?:_t|tile)\d+x\d+x\d+)",
+        # The result's dtype, the operands', the accumulator's, then tiles and GPU, which traces cut off.
+        r"(?<![a-z0-9])(?:bmm|gemm|gemmgatedact(?:kernel)?|gemmkernel)_[a-z0-9]+_"
+        r"(?:.*(?:sm(?:9|1\d)\d[af]?(?![0-9])|(?:_t|tile)\d+x\d+x\d+)|(?:mx)?(?:e\dm\d|bfloat16|fp16)\w*_fp32_(?:ba|ab)\d)",
     ),
     Rule(
         "deep-gemm",
@@ -572,7 +577,7 @@ FAMILIES = (
         # An mma instruction in the name decides. A word for products decides too, unless another word means a preparation, a
         # reduction, or a product of few rows, which may be dot products on CUDA cores.
         rf"(?<!ga)mma(?!r)|^(?!.*(?:{HELPER_WORDS}|{_FEW_ROWS}|{_PLANS}))"
-        r".*(?:gemm|attention|mla|conv(?:2d|3d|olution|_)|block_?scaled|fmha|fc\d|delta_?(?:rule|net))",
+        r".*(?:gemm|attention|::\w*attn|mla|conv(?:2d|3d|olution|_)|block_?scaled|fmha|fc\d|delta_?(?:rule|net))",
         own=True,
     ),
     Rule(
@@ -625,7 +630,7 @@ FAMILIES = (
         "a product on CUDA cores: no mma instruction in its name",
         "labelled; traces; cuBLAS",
         "volta_sgemm_128x64_nn",
-        none_of=("cublasdgemm", "lora"),
+        none_of=("cublasdgemm", "lora", "convolve"),
         any_architecture=True,
     ),
     Rule(
@@ -652,8 +657,8 @@ FAMILIES = (
         "cudnn-engines",
         "off",
         "convolution",
-        "wgrad_alg dgrad_engine dgrad2d_ wgrad2d_ dgrad_alg convolve_sgemm convolve_common_engine conv2d_grouped_direct "
-        "conv2d_c1_k1 grouped_direct_kernel first_layer convolution_kernel_direct",
+        # Without conv2d_c1_k1 and first_layer, which NVIDIA's DLProf counts as Tensor Core.
+        "wgrad_alg dgrad_engine dgrad2d_ wgrad2d_ dgrad_alg convolve_ convolvend grouped_direct_kernel convolution_kernel_direct",
         "cuDNN's older engines: CUDA cores",
         "traces; cuDNN",
         "void wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int)",
@@ -686,7 +691,7 @@ FAMILIES = (
         "cuDNN's persistent recurrent kernel: the name does not show its kind",
         "cuDNN",
         "void RNN_blockPersist_fp_LSTM<__half, __half, float, 512>(int)",
-        r"rnn_\w*persist|persist\w*rnn|persistent_(?:lstm|gru)",
+        r"rnn_\w*persist|persist\w*rnn(?!_?(?:add|init))|persistent_(?:lstm|gru)",
     ),
 )
 
@@ -754,6 +759,8 @@ RULES = (*FAMILIES, *WORDS, UNFAMILIAR)
 #: Ids of the rules that use words or no evidence; evidence from operators overrides these rules.
 GUESSES = frozenset(rule.id for rule in (*WORDS, UNFAMILIAR))
 
+_BESIDE, _PRODUCT = (next(rule for rule in WORDS if rule.id == name) for name in ("beside-product", "product-word"))
+
 #: Pairs of a substring and its rule, so that first_match has no inner loop: traces have thousands of names.
 _TABLE = tuple((literal, rule) for rule in FAMILIES for literal in rule.any_of.split())
 
@@ -766,7 +773,21 @@ def first_match(name: str) -> Rule:
         if literal in text and rule.decides(text):
             return rule
     # Template arguments also name the work around a product (attention's softmax), so helper rules do not apply to them.
-    return by_words(spelt.function) or by_words(spelt.arguments, ("unknown", "other")) or UNFAMILIAR
+    return (
+        _by_function(spelt.function)
+        or by_words(spelt.arguments, ("unknown", "other"))
+        or by_words(with_words_apart(name))
+        or UNFAMILIAR
+    )
+
+
+def _by_function(lowered: str) -> Rule | None:
+    """Return the rule for a function in its namespaces: one that computes no product, in a product's namespace, is a helper."""
+    found = by_words(lowered)
+    if found is _PRODUCT and "::" in lowered:
+        alone = by_words(lowered.rpartition("::")[2])
+        return _BESIDE if alone is not None and alone.verdict == "other" else found
+    return found
 
 
 def by_words(lowered: str, verdicts: tuple[str, ...] = VERDICTS) -> Rule | None:

@@ -16,9 +16,9 @@ _MANGLED = re.compile(r"L[a-z]n?\d*E|DF\d+[b_x]?|[ST][0-9A-Z]*_|(\d+)(?=[A-Za-z_
 _ARGUMENTS_OF_PYTHON = re.compile(r"_object_at_|(?<=kernel)_tensorptr")
 #: Before that: a method, its module's path without dots, and its class. The path gives only the file's location.
 _METHOD_OF_CLASS = re.compile(
-    r"kernel_cutlass_(\w+?(?=___main__)|(?:[a-z0-9_]*?_)??kernel(?:_impl)?|)[a-z0-9_]*?_*([A-Z]\w*?)_object_at_"
+    r"kernel_cutlass_(\w+?(?=___main__)|(?:[a-z0-9_]*?_)??kernel(?:_impl)?|)[a-z0-9_]*?_*([A-Z]\w*?)_(?:object_at_|o?b?j?e?c?t?_?a?t?$)"
 )
-#: Where a word begins within a class's name: SparseMLADecode, Sm100Gemm, MoESwap.
+#: Where a word begins within a name: SparseMLADecode, Sm100Gemm, MoESwap.
 _WORD = re.compile(r"(?<=[a-z0-9])(?!(?<=Mo)E)(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 _OPEN = "<({["
 
@@ -56,6 +56,19 @@ class Spelling:
             # Traces truncate names, so an identifier may have fewer letters than its number states.
             whole = f"{whole} {name.lower()}"
         return cls(function or readable, arguments, whole)
+
+
+def with_words_apart(name: str) -> str:
+    """Return the function with "_" before each word that only a capital begins (sumChannelsNCHWKernel); "" without one.
+
+    A method of a class, whose path proves nothing, gives "" too: its class is already read in words.
+    """
+    name = name[:_MOST_READ]
+    if _METHOD_OF_CLASS.match(name):
+        return ""
+    readable = _demangled(name) if name.startswith("_Z") else name
+    apart = _WORD.sub("_", readable)
+    return "" if apart == readable else _function_and_arguments(apart.lower())[0]
 
 
 def _demangled(name: str) -> str:

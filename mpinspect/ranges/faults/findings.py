@@ -23,7 +23,9 @@ def findings(case: Case) -> tuple[Finding, ...]:
     case = replace(case, is_explained=any(map(explains_events, diagnosed)))
     found = [*diagnosed, *_made(CONSEQUENCES, case)]
     found = [_as_consequence(finding, diagnosed) for finding in found]
-    return tuple(gravest_first([*_made(FIRST, case), *found]))
+    found = gravest_first([*_made(FIRST, case), *found])
+    name = case.session.with_classes
+    return tuple(replace(each, message=name(each.message), fix=name(each.fix)) for each in found)
 
 
 def _does_less(finding: Finding) -> tuple[bool, bool]:

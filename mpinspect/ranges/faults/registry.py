@@ -94,6 +94,14 @@ _OF_LOOP = {
         *OF_SCALING,
     )
 }
+#: The parts in which other findings lie that name neither a layer nor a line.
+_PARTS = {
+    "batch-not-finite": "the batch",
+    **dict.fromkeys(("gradients-all-zero", "weights-stand-still"), "all weights"),
+    **dict.fromkeys(("epsilon-zero", "moments-cannot-decay", "moments-flushed", "weight-decay-lost"), "the optimizer"),
+    **dict.fromkeys(("masters-overwritten", "masters-stale"), "the master weights"),
+    "nothing-converted": "the conversion",
+}
 
 
 def explains(cause: Finding, finding: Finding) -> bool:
@@ -123,7 +131,7 @@ def part_of(finding: Finding) -> str:
     """Return the part of the program in which a finding lies that names neither a layer nor a line; "" if that is not known."""
     if finding.id in _OF_LOOP:
         return "the training loop"
-    return {"batch-not-finite": "the batch", "gradients-all-zero": "all weights"}.get(finding.id, "")
+    return _PARTS.get(finding.id, "")
 
 
 def what_broke(report: RangeReport) -> Event | None:

@@ -107,7 +107,7 @@ def _ended(session: Session) -> str:
         step = f"in step {error.step}"
     elif error.step:
         step = f"after step {error.step - 1}"
-    where = _WHERE.get(next(iter(error.names), ""), "").format(module_named(error.name))
+    where = session.with_classes(_WHERE.get(next(iter(error.names), ""), "").format(module_named(error.name)))
     place = ", ".join(filter(None, (step, where, filled("on rank {}", error.rank))))
     if error.text.startswith(_EXIT):
         return f"Ended by sys.exit({error.text.removeprefix(_EXIT)}) {place}."

@@ -47,7 +47,15 @@ from mpinspect.ranges.report.scale_line import (
     scale_line,
     steps_and_samples,
 )
-from mpinspect.ranges.session import CALLS_LEFT_OUT, CLOSURES_LEFT_OUT, Event, Progress, Session, Window, module_named
+from mpinspect.ranges.session import (
+    CALLS_LEFT_OUT,
+    CLOSURES_LEFT_OUT,
+    Event,
+    Progress,
+    Session,
+    Window,
+    module_named,
+)
 from mpinspect.reporting.document import (
     Block,
     Cell,
@@ -74,6 +82,7 @@ from mpinspect.reporting.finding import SEVERITIES_EXPLAINED
 from mpinspect.reporting.words import (
     NOT_APPLICABLE,
     UNKNOWN,
+    class_beside,
     filled,
     number_of,
     optional,
@@ -539,7 +548,8 @@ def _name(block: Repeated, is_mixed: bool) -> Cell:
         notes.append(f"the worst: {layer.name}")
     if layer.kind != UPDATE:
         notes += _remarks(block, is_mixed)
-    return Cell(block.name or "(the model)", notes=tuple(notes))
+    name = block.name or "(the model)"
+    return Cell(name + class_beside(layer.module, layer.module_type), notes=tuple(notes))
 
 
 def _remarks(block: Repeated, is_mixed: bool) -> Iterator[str]:

@@ -28,7 +28,7 @@ from mpinspect.ranges.session import Event, ScaleChange, Session, Window
 from mpinspect.reporting.document import Tone, Widget
 from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.streams import printable
-from mpinspect.reporting.words import format_name, with_power
+from mpinspect.reporting.words import class_beside, format_name, with_power
 
 #: Most histograms in a page: 2,000 layers in 8 blocks of the run make a file of some megabytes.
 _MOST_HISTOGRAMS = 16_000
@@ -197,9 +197,11 @@ def _opening(report: RangeReport, first: Opening) -> dict[str, Any]:
         "marked": list(map(printable, found.marked)),
         "near": list(map(printable, found.near)),
         # Of the row for a culprit without a tensor of its own; whether it follows the rows that are near.
-        "name": printable(found.name),
+        "name": printable(report.session.with_classes(found.name)),
         "after": found.is_after,
-        "said": printable(found.said),
+        "said": printable(report.session.with_classes(found.said)),
+        "at": printable(found.at),
+        "phase": found.phase,
         "step": found.step,
         "until": first.until,
         "curve": first.has_curve,
@@ -221,6 +223,8 @@ def _tensor(layer: LayerReport, group: int, windows: Sequence[Window]) -> dict[s
     return {
         "name": printable(layer.name),
         "module": printable(layer.module),
+        # After the name, for a reader.
+        "type": printable(class_beside(layer.module, layer.module_type)),
         "kind": layer.kind,
         "group": group,
         "floor": layer.floor_exponent,

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS, explains_events, part_of, what_broke
+from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
-from mpinspect.ranges.report.opening import is_of, line_of
+from mpinspect.ranges.report.place import began
 from mpinspect.ranges.report.scale_line import steps_and_samples
-from mpinspect.ranges.session import module_named
 from mpinspect.reporting.document import Block, Code, Front, Line, Listed, Tone, nonempty
 from mpinspect.reporting.finding import SEVERITIES
-from mpinspect.reporting.words import filled, time_taken, upper_first
+from mpinspect.reporting.words import filled, time_taken
 
 _DOCS = "https://github.com/mpinspect/mpinspect/blob/main/docs/"
 #: The pages that explain findings, and the ids on each.
@@ -22,8 +21,6 @@ _PAGES = {"diagnoses.md": {diagnosis.id for diagnosis in DIAGNOSES}, "sentences.
 #: In place of a map.
 NO_MAP = "No tensor was counted, so there is no map."
 _NO_STATE = "Nothing to judge"
-#: The ids of findings on many layers, which name the worst.
-_OF_WORST = frozenset({"updates-lost", "gradients-flushed"})
 
 
 def front(report: RangeReport, name: str, notes: ModuleNotes) -> Front:
@@ -38,7 +35,8 @@ def front(report: RangeReport, name: str, notes: ModuleNotes) -> Front:
         tuple(listed(report)),
         picture=picture(Mapped("", report, notes)),
         without=NO_MAP,
-        headline=began(report),
+        headline=began(report).headline,
+        alarm=began(report).alarm,
     )
 
 
@@ -75,7 +73,7 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     verdict = report.verdict
     first, *more = verdict.sentences or ("",)
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
-    has_headline = began(report) or report.session.ended_by or what_broke(report)
+    has_headline = began(report).headline or report.session.ended_by
     yield from nonempty(
         Line(verdict.ended, "error"),
         # The alarm, the exception or the place is the headline.
@@ -85,25 +83,6 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
         Code(verdict.code),
         Line(verdict.precision, "dim"),
     )
-
-
-def began(report: RangeReport) -> str:
-    """Return where and at which step the gravest finding began; "" without one, or if a page's alarm says so."""
-    finding, event = next((each for each in report.findings if each.is_alarm), None), what_broke(report)
-    if finding is None:
-        return ""
-    when, line, part = filled("first seen in step {:,}", finding.step), line_of(finding), part_of(finding)
-    if event is not None and is_of(finding, event):
-        is_without = explains_events(finding) and not finding.layer
-        return filled("The cause is in {}", line or (part if is_without else ""))
-    where = "worst in {}" if finding.id in _OF_WORST else "in {}"
-    places = [filled(where, finding.layer and module_named(finding.layer)), filled("in {}", line)]
-    place = ", ".join(filter(None, places)) or filled("in {}", part)
-    if event is not None and explains_events(finding) and (finding.step or 0) < event.step:
-        return ", ".join(filter(None, (f"It began in step {finding.step:,}", place)))
-    if event is not None:
-        return ", ".join(filter(None, ("The gravest finding is another one", place, when)))
-    return upper_first(", ".join(filter(None, (place, when or "throughout the run"))))
 
 
 def merged(found: Iterable[Listed]) -> Iterator[Listed]:
@@ -121,4 +100,5 @@ def listed(report: RangeReport, thing: str = "") -> Iterator[Listed]:
     """Yield a report's findings for a front, each with the address of the page that explains it."""
     for finding in report.findings:
         pages = [name for name, ids in _PAGES.items() if finding.id in ids]
-        yield Listed(finding, thing, "".join(f"{_DOCS}{name}#{finding.id}" for name in pages[:1]))
+        link = "".join(f"{_DOCS}{name}#{finding.id}" for name in pages[:1])
+        yield Listed(finding, thing, link, place=report.session.with_classes(filled("'{}'", finding.layer)))

@@ -15,9 +15,10 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import depends_on_scale, part_of, shows_in_ranges, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
+from mpinspect.ranges.report.place import code_of, is_of, line_of, phase_of
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import filled, format_name, steps_named
+from mpinspect.reporting.words import class_beside, filled, format_name, steps_named
 
 #: The whole run, in place of one of its blocks.
 WHOLE = -1
@@ -34,6 +35,8 @@ class Culprit(NamedTuple):
         near: if there are none, names of those that are part of it, or of the nearest one.
         name: of a row of its own; "" without a culprit, and if ``marked`` has rows.
         said: what happened there, in a few words.
+        at: the line of the script and the operator; "" where the ranges show the fault.
+        phase: "forward" or "backward", if ``at`` is known.
         step: the step in which it began; None if it belongs to no step.
         is_after: whether the row of its own stands after the ones that are near.
         words: a sentence on the rows that are marked.
@@ -44,6 +47,8 @@ class Culprit(NamedTuple):
     near: tuple[str, ...] = ()
     name: str = ""
     said: str = ""
+    at: str = ""
+    phase: str = ""
     step: int | None = None
     is_after: bool = False
     words: str = ""
@@ -51,7 +56,8 @@ class Culprit(NamedTuple):
 
 _NOBODY = Culprit("", ())
 _OF_EACH_BACKWARD = "The map shows each backward's own gradients; the optimizer takes .grad, the sum of all so far."
-_WITHOUT_VALUES = "No tensor of the marked place was counted; \u25b7 marks the rows next to it."
+_NOT_SHOWN = "The ranges do not show this fault."
+_NEXT_TO_IT = "\u25b7: next to the place."
 
 
 class Opening(NamedTuple):
@@ -109,15 +115,14 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     is_in_ranges = finding is not None and shows_in_ranges(finding)
     is_elsewhere = bool(found.name) and not (found.kind or has_curve or is_in_ranges)
     if is_elsewhere:
-        lies = found.name if finding is not None and found.name == line_of(finding) else ""
-        words = f"The fault lies {filled('in {}, ', lies)}not in the ranges below."
+        words = _NOT_SHOWN
     if never_zeroed(report) is not None:
         words = f"{words} {_OF_EACH_BACKWARD}".lstrip()
     if not found.kind and is_other and format == FLOAT16.name:
         words = f"{words} {_what_if(report)}".lstrip()
     if event is not None:
         block = _healthy(event, found.kind, found.marked or found.near, blocks)
-        words = f"{words} {_shown(event, block, blocks)}".lstrip()
+        words = f"{words} {_shown(event, block, blocks)}".strip()
         if block != WHOLE and not is_other:
             scale = _scale_at(report.session, blocks[block].last_step, scale)
     return Opening(format, scale, found, block, has_curve, is_elsewhere, words, _last_skipped(event, report))
@@ -155,7 +160,7 @@ def _what_if(report: RangeReport) -> str:
     computes = run_format(report.session)
     assert computes is not None
     name = format_name(computes.name)
-    return f"The run computes in {name}. The map shows what FP16 would do to its values without a loss scale."
+    return f"The run computes in {name}; the map shows what FP16 would do without a loss scale."
 
 
 def _own(session: Session) -> int:
@@ -174,19 +179,9 @@ def power_of(scale: float) -> int:
     return floor_log2(1.01 * scale)
 
 
-def is_of(finding: Finding, event: Event) -> bool:
-    """Return whether a finding is about the step of an event, or about none."""
-    return finding.step in (None, event.step)
-
-
 def never_zeroed(report: RangeReport) -> Finding | None:
     """Return the finding that gradients add up over the steps; None without one. The ranges are of each backward alone."""
     return next((each for each in report.findings if each.id == "gradients-never-zeroed"), None)
-
-
-def line_of(finding: Finding) -> str:
-    """Return the file and the line of the script that a finding names; "" if it names none."""
-    return str(finding.evidence.get("line") or "")
 
 
 # -- the culprit ----------------------------------------------------------------------------------------------------
@@ -197,12 +192,20 @@ def _culprit(
 ) -> Culprit:
     """Return the culprit; empty if nothing is to blame."""
     if event is not None and (finding is None or is_of(finding, event)):
-        return _of_event(event, layers, watched, line_of(finding) if finding is not None else "")
+        return _of_event(event, finding, layers, watched)
     if finding is None:
         return _NOBODY
     said = f"{finding.id}{filled(', first seen in step {:,}', finding.step)}"
-    otherwise = line_of(finding) or part_of(finding) or "no single layer"
-    return _in_module(finding.layer, otherwise, said, finding.step, layers, watched, shows_in_ranges(finding))
+    is_in_ranges, phase = shows_in_ranges(finding), phase_of(finding)
+    if not finding.layer:
+        name = line_of(finding) or part_of(finding) or "no single layer"
+        operator = code_of(finding).removeprefix(line_of(finding)).removeprefix(": ")
+        return Culprit("", (), (), name, said, operator and f"{operator}: {finding.id}", step=finding.step)
+    found = _in_module(finding.layer, said, finding.step, layers, watched)
+    if is_in_ranges:
+        return found
+    words = _not_counted(ACTIVATION, found.kind, layers) if phase == "forward" else _NOT_SHOWN
+    return found._replace(at=code_of(finding), phase=phase, words=f"{words} {found.words}".strip())
 
 
 def _of_end(report: RangeReport, layers: Sequence[LayerReport]) -> Culprit:
@@ -210,57 +213,53 @@ def _of_end(report: RangeReport, layers: Sequence[LayerReport]) -> Culprit:
     error = report.session.ended_by
     if error is None or not report.verdict.ended:
         return _NOBODY
-    said, _, _ = report.verdict.ended.partition(": ")
-    step = error.step if error.figures.get("begun") else None
-    return _in_module(error.name, "the run", said, step, layers, report.layers)
+    # The row has the module's name.
+    said, _, _ = report.verdict.ended.partition(" of " if error.name else ": ")
+    step = error.step if error.step or error.figures.get("begun") else None
+    if not error.name:
+        return Culprit("", (), (), "the run", said, step=step)
+    found = _in_module(error.name, said, step, layers, report.layers)
+    return found._replace(words=f"{_NOT_SHOWN} {found.words}".strip())
 
 
 def _in_module(
-    module: str,
-    otherwise: str,
-    said: str,
-    step: int | None,
-    layers: Sequence[LayerReport],
-    watched: Sequence[LayerReport],
-    is_in_ranges: bool = False,
+    module: str, said: str, step: int | None, layers: Sequence[LayerReport], watched: Sequence[LayerReport]
 ) -> Culprit:
-    """Return a module or tensor as the culprit; without one a row of its own, with the name ``otherwise``.
-
-    ``is_in_ranges``: whether the ranges of the module or tensor show the fault.
-    """
-    if not module:
-        return Culprit("", (), (), otherwise, said, step)
+    """Return a module or tensor as the culprit."""
     kind, near, is_own = _nearest(module, "", module, layers, watched)
     if is_own:
-        words = "" if is_in_ranges else f"The ranges of {module!r} do not show this fault."
-        return Culprit(kind, near, said=said, step=step, words=words)
-    words = (
-        _WITHOUT_VALUES
-        if is_in_ranges
-        else "No tensor of the marked place was counted; the rows next to it (\u25b7) do not show the fault."
-    )
-    return Culprit(kind, (), near, module, said, step, words=words)
+        return Culprit(kind, near, said=said, step=step)
+    known = (class_beside(each.module, each.module_type) for each in watched if module in (each.name, each.module))
+    return Culprit(kind, (), near, module + next(known, ""), said, step=step, words=_NEXT_TO_IT)
 
 
-def _of_event(event: Event, layers: Sequence[LayerReport], watched: Sequence[LayerReport], line: str = "") -> Culprit:
-    """Return the place where an event arose; ``line``: of the script, if a finding names it."""
+def _of_event(
+    event: Event, finding: Finding | None, layers: Sequence[LayerReport], watched: Sequence[LayerReport]
+) -> Culprit:
+    """Return the place where an event arose; ``finding``: the gravest one, if it is about the event."""
     first = "NaN" if event.value == "nan" else "infinity"
     said = f"first {first}: step {event.step:,}, {event.phase}"
+    at = code_of(finding) if finding is not None and finding.layer in ("", event.module) else ""
     kind, near, is_own = _nearest(event.module, event.what, event.tensor, layers, watched, given=event.given)
+    words = "" if event.given else _not_counted(event.what, kind, layers)
     # The code after a module is no part of it.
     if is_own and not event.after:
-        counted, missing = (kind_named(each).title.lower() for each in (kind, event.what))
-        words = (
-            "" if kind == event.what else f"The {missing} of {event.place} were not counted; shown are its {counted}."
-        )
-        return Culprit(kind, near, said=said, step=event.step, words=words)
+        return Culprit(kind, near, said=said, at=at, phase=event.phase, step=event.step, words=words)
     is_loss = event.what in LOSSES and not event.module
     if not event.module and not event.given and not is_loss:
         # The model's own code is nearest to no layer.
         near = ()
-    name = event.module if event.place == repr(event.module) else line or event.place
-    words = _WITHOUT_VALUES if near else ""
-    return Culprit(kind, (), near, name, said, event.step, event.after or is_loss, words)
+    name = event.module if event.module and not event.after else event.place
+    is_after, words = event.after or is_loss, f"{words} {_NEXT_TO_IT if near else ''}".strip()
+    return Culprit(kind, (), near, name, said, at, event.phase, event.step, is_after, words)
+
+
+def _not_counted(missing: str, shown: str, layers: Sequence[LayerReport]) -> str:
+    """Return a sentence on the tensors that show the fault, if none of them was counted."""
+    if missing in (shown, *LOSSES, *(layer.kind for layer in layers)):
+        return ""
+    titles = kind_named(missing).title, kind_named(shown).title.lower()
+    return "{} were not counted (--kinds): these are {}.".format(*titles)
 
 
 def _nearest(
@@ -329,8 +328,7 @@ def _healthy(event: Event, kind: str, names: Sequence[str], blocks: Sequence[Win
 
 def _shown(event: Event, block: int, blocks: Sequence[Window]) -> str:
     if block == WHOLE:
-        earlier = "No healthy step was counted" if event.step else "There is no step"
-        return f"{earlier} before step {event.step:,}, so the map shows the whole run."
+        return f"No healthy step was counted before step {event.step:,}." if event.step else ""
     window = blocks[block]
     named = steps_named(window.first_step, window.last_step)
-    return f"The map shows {named}, the last healthy sample before step {event.step:,}."
+    return f"Shown: {named}, the last healthy sample before step {event.step:,}."

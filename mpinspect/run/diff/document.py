@@ -32,8 +32,9 @@ from mpinspect.reporting.document import (
     section,
     table,
 )
+from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
-from mpinspect.reporting.words import NOT_APPLICABLE, duration, number_of, percent
+from mpinspect.reporting.words import NOT_APPLICABLE, duration, filled, number_of, percent
 from mpinspect.run.diff.products import KernelsDiff, Product, ShapesDiff
 from mpinspect.run.diff.report import DiffReport, ModelDiff, Side
 
@@ -74,6 +75,11 @@ def _sides(report: DiffReport) -> Items:
     return Items((_side(report.first, "A"), _side(report.second, "B")))
 
 
+def _listed(finding: Finding, of: ModelDiff | None, several: bool) -> Listed:
+    place = of and of.ranges.second.session.with_classes(filled("'{}'", finding.layer))
+    return Listed(finding, f"{of.name}: B" if of and several else "", place=place or "")
+
+
 def _front(report: DiffReport) -> Front:
     """Return the first screen of the page: what changed first, and the maps of both runs of each model with their difference."""
     models = sorted(report.models, key=_urgency)
@@ -93,7 +99,7 @@ def _front(report: DiffReport) -> Front:
         _sides(report),
     )
     # Findings have evidence, which no set can hold.
-    things = {id(finding): f"{model.name}: B" for model in models if several for finding in model.ranges.findings}
+    owners = {id(finding): model for model in models for finding in model.ranges.findings}
     named = [(model.name if several else "", model.ranges) for model in models]
     return Front(
         " -> ".join(filter(None, paths)) or models[0].ranges.second.session.info.model,
@@ -102,7 +108,7 @@ def _front(report: DiffReport) -> Front:
         (),
         beside,
         # The verdict, the settings and the picture have the content of infos.
-        tuple(Listed(finding, things.get(id(finding), "")) for finding in report.findings if finding.is_alarm),
+        tuple(_listed(each, owners.get(id(each)), several) for each in report.findings if each.is_alarm),
         picture=next((replace(found, title="", of="Runs") for found in maps(named)), None),
         without=NO_MAP,
     )

@@ -13,7 +13,8 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.report.document import TERMS, change_blocks, title, verdict_blocks
 from mpinspect.ranges.report.explorer import Mapped, picture
-from mpinspect.ranges.report.front import NO_MAP, began, facts, listed, merged, state_of, verdict_of
+from mpinspect.ranges.report.front import NO_MAP, facts, listed, merged, state_of, verdict_of
+from mpinspect.ranges.report.place import Began, began
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
 from mpinspect.reporting import forms
 from mpinspect.reporting.document import (
@@ -194,18 +195,19 @@ def _front(report: RunReport) -> Front:
         _picture(report),
         (report.parts and NO_MAP) or "No model was inspected, so there is no map.",
         tuple(_tabs(report)),
-        headline=_headline(report),
+        **_began(report)._asdict(),
     )
 
 
-def _headline(report: RunReport) -> str:
+def _began(report: RunReport) -> Began:
     """Return where the gravest finding of the gravest model began, with the names of all models of which that is so."""
     if not report.parts:
-        return ""
+        return Began()
     worst = max(report.parts, key=_gravity)
-    place = began(_without_end(worst.ranges))
-    alike = (part.name for part in report.parts if began(_without_end(part.ranges)) == place)
-    return f"{', '.join(alike)}: {place}" if place and len(report.parts) > 1 else place
+    place, alarm = began(_without_end(worst.ranges))
+    alike = (part.name for part in report.parts if began(_without_end(part.ranges)).headline == place)
+    headline = f"{', '.join(alike)}: {place}" if place and len(report.parts) > 1 else place
+    return Began(headline, "" if report.broke_elsewhere else alarm)
 
 
 def _picture(report: RunReport) -> Widget | None:

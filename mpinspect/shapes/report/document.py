@@ -28,6 +28,7 @@ from mpinspect.reporting.words import (
     and_more,
     bracketed,
     by_number,
+    class_beside,
     duration,
     filled,
     number_of,
@@ -278,7 +279,7 @@ def _by_pattern(rows: list[ShapeRow], grave: Collection[str]) -> Iterable[Produc
 def _product_row(pattern: str, rows: list[ShapeRow], grave: Collection[str]) -> ProductRow:
     first = rows[0]
     return ProductRow(
-        module=pattern or "(outside of submodules)",
+        module=f"{pattern}{class_beside(pattern, first.module_type)}" or "(outside of submodules)",
         role=first.role,
         sizes=sizes(first),
         dtype=dtype_name(first.dtype),

@@ -181,6 +181,7 @@ def _norm_overflows(case: Case) -> Iterator[Found]:
             "of": of,
             "operator": operator,
             "line": "".join(first.names[1:2]),
+            "phase": "".join(first.names[2:3]),
             "modules": [each.name for each in found],
         },
         {

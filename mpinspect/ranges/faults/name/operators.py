@@ -23,7 +23,7 @@ _STEP_OF = "step of "
 #: The beginning of the phase of the operators of a backward that is Python code.
 _BACKWARD_OF = "backward of "
 #: Operators whose names say little.
-IN_WORDS = {
+_IN_WORDS = {
     "_to_copy": "a cast",
     "copy_": "a copy",
     "mm": "a matrix product",
@@ -75,10 +75,15 @@ def by_place(records: Iterable[Placed], size: str) -> Iterator[Placed]:
         yield next(record for record in found if getattr(record, size) >= largest / 2)
 
 
+def operator_named(operator: str) -> str:
+    """Return torch's name of an operator in words."""
+    return _IN_WORDS.get(operator, operator.strip("_"))
+
+
 def place_of(record: Record) -> dict[str, object]:
     """Return in words the operator of a record, its place and its dtype."""
     operator, line, phase = record.names[:3]
-    operator = IN_WORDS.get(operator, operator.strip("_"))
+    operator = operator_named(operator)
     module = record.name and module_named(record.name)
     place = (module and module + bracketed(line)) or line or _OUTSIDE
     if phase == "backward":

@@ -5,25 +5,26 @@
 import { keep, wanted } from "./address.js";
 import { element, entry, isNarrow } from "./dom.js";
 import { clamp, nonzero } from "./histogram.js";
-import { BESIDE, LETTER } from "./layout.js";
+import { BESIDE, LETTER, letters } from "./layout.js";
 import { Painter } from "./painter.js";
 import { View } from "./view.js";
-import { numberOf, percent, STRIP } from "./words.js";
+import { numberOf, percent, shortened, STRIP, wrapping } from "./words.js";
 
 /** Most rows, pixels of a row at least and at most, and of the columns of figures with the table's borders. */
 const [MOST, LEAST, TALLEST, FIGURES] = [200, 24, 200, 176];
-/** Pixels of the culprit's row. */
-const CULPRIT = 40;
+/** Pixels of the culprit's row, and of the table's header with the margins below the table. */
+const [CULPRIT, BESIDES] = [40, 60];
 
 /** A tensor of both runs. @typedef {{first: any, second: any, elsewhere: number, from: number | null}} Pair */
 
 export class Comparison {
   /**
    * @param {HTMLElement} root what is in it gives way @param {[any, any]} data of A and B, opened in the format in which they are compared
-   * @param {(layer: any) => void} choose called with a tensor of B
+   * @param {(layer: any) => void} choose called with a tensor of B @param {Node} lead stands before the controls
    */
-  constructor(root, data, choose) {
+  constructor(root, data, choose, lead) {
     this.root = root;
+    this.lead = lead;
     this.choose = choose;
     this.views = data.map((each) => new View(each, undefined));
     this.painters = this.views.map((view) => new Painter(view, root));
@@ -65,8 +66,8 @@ export class Comparison {
     const heads = ["A", "B", "B minus A"].map((words, place) => element("th", { scope: "col", className: "map" }, element("b", {}, words), this.axes[place]));
     this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
       element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "elsewhere"), element("th", { scope: "col", title: "the first step in which it moved, by more than it does by itself" }, "from step"))), this.body));
-    this.root.replaceChildren(element("div", { className: "controls" }, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [label("Steps", this.block), this.steps] : [])), this.said, this.rows,
-      element("p", { className: "legend" }, entry("A and B: the darker, the larger the share; the format's edges at each run's own loss scale."), entry(STRIP), entry("B minus A: up where B has more, down where A has."), entry("elsewhere: share that lies in other powers of two in B."), entry("A click shows the layer in B.")));
+    this.root.replaceChildren(element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [label("Steps", this.block), this.steps] : [])), this.said, this.rows,
+      this.legend = element("p", { className: "legend" }, entry("A and B: the darker, the larger the share; the format's edges at each run's own loss scale."), entry(STRIP), entry("B minus A: up where B has more, down where A has."), entry("elsewhere: share that lies in other powers of two in B."), entry("A click shows the layer in B.")));
     this.root.classList.add("explorer");
     this.root.classList.toggle("mild", !this.opening.grave);
     this.kind.addEventListener("change", () => this.change({ kind: this.kind.value }));
@@ -147,26 +148,26 @@ export class Comparison {
 
   /** A row that says what went wrong in one of the runs, and where; none if nothing did. */
   culpritRows() {
-    const { name, marked, said } = this.opening;
+    const { name, marked, said, at } = this.opening;
     if (!said) return [];
-    const place = name || marked[0];
-    return [element("tr", { className: "marked culprit", style: `--row:${CULPRIT}px` }, element("th", { scope: "row", className: "left", title: place }, element("bdi", {}, this.shortened(place))),
-      element("td", { className: "words", colSpan: 5 }, `${this.broken}: ${said}`))];
+    const place = name || this.views[0].layers.find((/** @type {any} */ each) => each.name === marked[0])?.label || marked[0];
+    return [element("tr", { className: "marked culprit", style: `--row:${CULPRIT}px` }, element("th", { scope: "row", className: "left", title: place }, this.nameIn(place)),
+      element("td", { className: "words", colSpan: 5 }, [`${this.broken}: ${said}`, at].filter(Boolean).join("; ")))];
   }
 
-  /** The end of a long name. @param {string} name */
-  shortened(name) {
-    const letters = Math.max(Math.floor(((this.names ?? 0) - BESIDE) / LETTER), 6);
-    return name.length > letters ? `…${name.slice(1 - letters)}` : name;
+  /** A name, or its end. @param {string} name */
+  nameIn(name) {
+    return wrapping(shortened(name, Math.max(letters((this.names ?? 0) - BESIDE), 6), isNarrow() ? 2 : 1));
   }
 
   /** Gives all strips one axis and one width. @param {number} wide in pixels @param {Pair[]} shown */
   lay(wide, shown) {
-    const longest = shown.reduce((most, { second }) => Math.max(most, second.name.length), this.opening.name.length + 2);
+    const longest = shown.reduce((most, { second }) => Math.max(most, second.label.length), this.opening.name.length + 2);
     const names = isNarrow() ? 92 : clamp(longest * LETTER + BESIDE, 120, 250);
     const figures = isNarrow() ? 0 : FIGURES;
     const strip = Math.max(Math.floor((wide - names - figures - 16) / 3), 60);
-    const free = this.root.clientHeight - this.rows.offsetTop - 60 - (this.opening.said ? CULPRIT : 0);
+    const [all, rows, legend] = [this.root, this.rows, this.legend].map((each) => each.getBoundingClientRect());
+    const free = all.bottom - rows.top - legend.height - BESIDES - (this.opening.said ? CULPRIT : 0);
     const row = clamp(Math.floor(free / Math.max(shown.length, 1)), LEAST, TALLEST);
     [names, strip, strip, strip, figures / 2, figures / 2].forEach((width, place) => { this.cols[place].style.width = `${width}px`; });
     this.rows.classList.toggle("narrow", !figures);
@@ -179,8 +180,7 @@ export class Comparison {
 
   /** @param {Pair} pair @param {Difference} difference @param {number} most the largest difference of a share in any row */
   row({ first, second, elsewhere, from }, difference, most) {
-    const name = second.name || "(the model itself)";
-    const button = element("button", { type: "button", title: name }, element("bdi", {}, this.shortened(name)));
+    const button = element("button", { type: "button", title: second.label, "aria-label": second.label }, this.nameIn(second.label));
     button.addEventListener("click", () => this.choose(second));
     const canvases = [first, second, null].map(() => element("canvas", { "aria-hidden": "true" }));
     this.painters[0].strip(canvases[0], first);

@@ -19,12 +19,12 @@ const drawn = new WeakMap();
 /**
  * Draws the map of one model; called again with newer data it keeps what the reader chose. Choices are sent as events "chosen".
  * @param {HTMLElement} root what is in it gives way
- * @param {any} data as explorer.py makes it
+ * @param {any} data as explorer.py makes it @param {Node | string} lead stands before the map's controls
  */
-export function render(root, data) {
+export function render(root, data, lead = "") {
   const before = drawn.get(root);
   before?.gone.abort();
-  drawn.set(root, new LayerMap(root, data, before?.view));
+  drawn.set(root, new LayerMap(root, data, before?.view, lead));
 }
 
 /** Takes over in one map what was chosen in another: the detail of its event "chosen". @param {HTMLElement} root @param {any} choice */
@@ -62,10 +62,11 @@ class Models {
     this.root = root;
     this.packed = packed;
     this.names = names;
-    this.select = element("select", {}, ...names.map((name, place) => element("option", { value: place }, name)), element("option", { value: ALL }, "all, which move together"));
+    this.select = element("select", {}, ...names.map((name, place) => element("option", { value: place }, name)), element("option", { value: ALL }, "all together"));
     // Runs that are compared stand in pairs.
     const pairs = root.dataset.together === undefined ? [] : names.filter((_, place) => place % 2 === 0);
-    this.select.prepend(...pairs.map((name, pair) => element("option", { value: `${DIFFERENCE}${pair}` }, `${name}, B and their difference`)));
+    this.select.prepend(...pairs.map((name, pair) => element("option", { value: `${DIFFERENCE}${pair}` }, `${name}, B, difference`)));
+    this.switch = element("label", { className: "roomy" }, element("span", {}, root.dataset.of ?? "Model"), this.select);
     this.maps = element("div", { className: "maps" });
     /** Of each model decoded so far. @type {Promise<any>[]} */
     this.known = [];
@@ -96,14 +97,19 @@ class Models {
     if (this.select.value !== view) return;
     for (const map of this.shown) forget(map);
     this.maps.classList.toggle("several", view === ALL && places.length > 1);
-    if (!this.maps.isConnected) this.root.replaceChildren(element("div", { className: "controls" }, element("label", { className: "roomy" }, element("span", {}, this.root.dataset.of ?? "Model"), this.select)), this.maps);
-    if (pair >= 0) {
-      this.compare(data, this.names[pair + 1]);
-      return;
-    }
+    const hasFocus = document.activeElement === this.select;
+    this.root.replaceChildren(...(view === ALL ? [element("div", { className: "controls" }, this.switch)] : []), this.maps);
+    if (pair >= 0) this.compare(data, this.names[pair + 1]);
+    else this.begin(view, places, data);
+    if (hasFocus) this.select.focus();
+  }
+
+  /** @param {string} view @param {number[]} places @param {any[]} data of each */
+  begin(view, places, data) {
+    const lead = view === ALL ? "" : this.switch;
     this.shown = places.map(() => element("div", {}));
     this.maps.replaceChildren(...this.shown.flatMap((map, place) => (view === ALL ? [element("h3", {}, element("bdi", {}, this.names[places[place]])), map] : [map])));
-    this.shown.forEach((map, place) => this.begin(map, view === ALL ? { ...data[place], view, format: comparedIn(data) } : data[place]));
+    this.shown.forEach((map, place) => this.beginOne(map, view === ALL ? { ...data[place], view, format: comparedIn(data) } : data[place], lead));
   }
 
   /** @param {any[]} data of both runs @param {string} name of the second */
@@ -116,7 +122,7 @@ class Models {
       this.choice = { kind: layer.kind };
       await this.open(name);
       drawn.get(this.shown[0])?.choose(layerIn(this.shown[0], layer));
-    });
+    }, this.switch);
   }
 
   /** Opens the map of one model, unless its map is there already. @param {string} name */
@@ -127,9 +133,9 @@ class Models {
     await this.show();
   }
 
-  /** @param {HTMLElement} map @param {any} data */
-  begin(map, data) {
-    render(map, data);
+  /** @param {HTMLElement} map @param {any} data @param {Node | string} lead */
+  beginOne(map, data, lead) {
+    render(map, data, lead);
     follow(map, this.choice);
     map.addEventListener("chosen", (/** @type {any} */ event) => {
       Object.assign(this.choice, event.detail);

@@ -45,7 +45,7 @@ export class LayerView {
     const hasHistory = view.hasScrubber && layer.blocks.some((/** @type {any} */ h) => h && nonzero(h));
     return [
       this.close,
-      element("h3", {}, element("bdi", {}, layer.name || "(the model itself)")),
+      element("h3", {}, element("bdi", {}, layer.label)),
       element("p", { className: "dim" }, `${title}, ${view.stepsInWords}`),
       ...(found.all ? [histogramChart(view, found, wide)] : []),
       ...facts(view, layer, found).map((fact) => element("p", {}, fact)),

@@ -12,7 +12,7 @@ const [NAMES, NARROW_NAMES] = [[160, 310], [72, 124]];
 /** Pixels of a strip at least, of the table's borders with its scroll bar, and of a page that shows every column. */
 const [LEAST_STRIP, BORDERS, SPACIOUS] = [140, 14, 1250];
 /** Heights of a row and of the curve at least and at most, of the table's header, and of the parts on a page that scrolls. */
-const [ROWS, CURVES, HEADER] = [[22, 260], [120, 190], 28];
+const [ROWS, CURVES, HEADER] = [[22, 600], [120, 190], 28];
 const FREE = { row: ROWS[0], curve: 150, more: 0 };
 /** Pixels of a letter and of a row of a narrow page, whose names have two lines. */
 const [NARROW_LETTER, NARROW_ROW] = [6.4, 30];
@@ -35,8 +35,8 @@ export function widths(wide, columns, longest) {
   return { names, strip: Math.max(wide - names - figures - BORDERS, LEAST_STRIP), isCompact };
 }
 
-/** Most letters of a name. @param {number} wide pixels of the column without what stands beside every name */
-export const letters = (wide) => (isNarrow() ? 2 * Math.floor(wide / NARROW_LETTER) - 2 : Math.floor(wide / LETTER));
+/** Most letters of a line of a name. @param {number} wide pixels of the column without what stands beside every name */
+export const letters = (wide) => Math.floor(wide / (isNarrow() ? NARROW_LETTER : LETTER));
 
 /**
  * The heights of a row and of the curve in a map of fixed height, and of what the time strip gets besides; many rows scroll.

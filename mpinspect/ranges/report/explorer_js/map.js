@@ -17,9 +17,10 @@ import { raised } from "./words.js";
 const FILLS = ".picture.fixed, .picture.fixed *";
 
 export class LayerMap {
-  /** @param {HTMLElement} root what is in it gives way @param {any} data as explorer.py makes it @param {View | undefined} before */
-  constructor(root, data, before) {
+  /** @param {HTMLElement} root what is in it gives way @param {any} data as explorer.py makes it @param {View | undefined} before @param {Node | string} lead stands before the controls */
+  constructor(root, data, before, lead = "") {
     this.root = root;
+    this.lead = lead;
     this.gone = new AbortController();
     const view = this.view = new View(data, before);
     this.painter = new Painter(view, root);
@@ -53,8 +54,9 @@ export class LayerMap {
     const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", {}, element("span", {}, words), control);
     const help = element("details", { className: "help" }, element("summary", { title: "how to read the map" }, "?"), this.table.legend);
     const happened = eventList(this.view, (event) => this.chooseEvent(event));
-    this.head = element("div", { className: "controls" }, label("Tensors", this.kind), label("Format", this.format), this.shares.controls, label("Search", this.search), happened, help, this.back);
-    this.root.replaceChildren(this.head, this.opening, this.said, this.shares.element, this.table.element, this.timeline.element, this.own.element);
+    this.head = element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), this.shares.controls, label("Search", this.search), happened, help, this.back);
+    this.told = element("div", { className: "told" }, this.opening, " ", this.said);
+    this.root.replaceChildren(this.head, this.told, this.shares.element, this.table.element, this.timeline.element, this.own.element);
     this.root.classList.add("explorer");
     this.root.classList.toggle("mild", !this.view.data.opening.grave);
     this.root.classList.toggle("calm", this.view.isCalm);
@@ -133,7 +135,7 @@ export class LayerMap {
     if (!this.root.matches(FILLS) || this.isPrinted) return;
     this.shares.drawControls();
     this.timeline.draw(this.wide);
-    const others = [this.head, this.opening, this.said, this.timeline.element].reduce((sum, each) => sum + each.getBoundingClientRect().height + 4, 8);
+    const others = [this.head, this.told, this.timeline.element].reduce((sum, each) => sum + each.getBoundingClientRect().height + 4, 8);
     this.free = Math.max(this.root.clientHeight - others, 200);
   }
 

@@ -23,7 +23,7 @@ export function rowsOf(view) {
 /** @param {View} view @returns {any[]} */
 function layerRows(view) {
   const words = view.state.search.toLowerCase();
-  const found = view.ofKind.filter((/** @type {any} */ layer) => !words || layer.name.toLowerCase().includes(words));
+  const found = view.ofKind.filter((/** @type {any} */ layer) => !words || layer.label.toLowerCase().includes(words));
   if (view.state.sort === "model") return words || found.length <= FITTING ? found.map((/** @type {any} */ layer) => ({ layer })) : grouped(view, found);
   return found.map((/** @type {any} */ layer) => ({ layer, rank: rankOf(view, layer) }))
     .sort((/** @type {any} */ one, /** @type {any} */ other) => other.rank - one.rank || one.layer.place - other.layer.place);

@@ -51,7 +51,7 @@ export class Shares {
     const { format, scale } = view.suggested;
     this.words = element("output", {});
     this.recommended = element("button", { type: "button", title: "the scale that suits these gradients best" });
-    this.controls = element("span", { className: "scale" }, element("span", {}, "Shown at loss scale "), this.words, ...(format ? [this.recommended] : []));
+    this.controls = element("span", { className: "scale" }, element("span", {}, "Loss scale "), this.words, ...(format ? [this.recommended] : []));
     this.fold = element("button", { type: "button", title: "the share lost at each loss scale" });
     this.fold.addEventListener("click", () => change({ hasCurve: !this.hasCurve }));
     this.picture = element("div", { className: "drag" });

@@ -23,9 +23,11 @@ export function summary(view) {
 function scaleOf(view) {
   const { data, state, stepsInWords } = view;
   const { own, collapsed, opening } = data;
-  if (!view.isScaled() || !(view.isMoved || view.hasScale)) return `, ${stepsInWords}`;
+  // The words before it name the steps of an event.
+  const isNamed = view.isOpening && state.block >= 0;
+  if (!view.isScaled() || !(view.isMoved || view.hasScale)) return isNamed ? "" : `, ${stepsInWords}`;
   const isTheirs = opening.block >= 0 && state.block === opening.block && state.scale === opening.scale;
-  if (isTheirs) return ` at loss scale ${scaleInWords(state.scale)}, that of ${stepsInWords}`;
+  if (isTheirs) return ` at loss scale ${scaleInWords(state.scale)}${isNamed ? "" : `, that of ${stepsInWords}`}`;
   const isKnown = data.scales.some((/** @type {[number, number | null]} */ [, value]) => value !== null);
   const unknown = data.by_hand ? `the gradients as they arrive, with the loop's own scale, ${raised(data.by_hand)}` : "the run's is not known";
   const last = !isKnown ? unknown : `the run's, ${collapsed ? "before it collapsed" : "as last sampled"}${state.scale === own ? "" : `: ${scaleInWords(own)}`}`;

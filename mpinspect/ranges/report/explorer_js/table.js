@@ -6,7 +6,7 @@ import { element, isNarrow } from "./dom.js";
 import { clamp } from "./histogram.js";
 import { BESIDE, letters } from "./layout.js";
 import { rowsOf } from "./rows.js";
-import { percent, STRIP } from "./words.js";
+import { percent, shortened, STRIP, wrapping } from "./words.js";
 
 /** Most rows of a printed table, rows that are made beyond those that are seen, and pixels of a table that has no height yet. */
 const [PRINTED, SPARE, UNSEEN] = [400, 8, 420];
@@ -181,10 +181,10 @@ export class Table {
     if (row.culprit) return this.culpritRow(row.culprit);
     const { layer } = row;
     const canvas = this.canvas();
-    const name = row.members ? row.name : layer.name || "(the model itself)";
-    const title = row.members ? `${row.members.length} layers; the worst: ${layer.name}` : name;
-    const head = element("th", { scope: "row", className: `left${row.inside ? " inside" : ""}`, title },
-      row.members ? this.switchOf(row, name) : element("bdi", {}, this.shortened(name, row.inside ? 2 : 0)));
+    const name = row.members ? row.name : layer.label;
+    const title = row.members ? `${name}: ${row.members.length} layers; the worst: ${layer.label}` : name;
+    const head = element("th", { scope: "row", className: `left${row.inside ? " inside" : ""}`, title, "aria-label": title },
+      row.members ? this.switchOf(row, name) : this.nameIn(name, row.inside ? 2 : 0));
     const cells = this.columns.slice(2).map((column) => element("td", { className: column.isWide ? "wide" : "" }));
     const why = element("span", { className: "why", hidden: true });
     const made = element("tr", {}, head, element("td", { className: "map", title: STRIP }, canvas, why), ...cells);
@@ -194,22 +194,21 @@ export class Table {
 
   /** The row of a culprit without a tensor of its own: words in place of a strip. @param {string} name */
   culpritRow(name) {
-    const head = element("th", { scope: "row", className: "left", title: name }, element("bdi", {}, this.shortened(name, 2)));
-    const said = element("td", { className: "words", colSpan: this.columns.length - 1 }, this.view.data.opening.said);
+    const head = element("th", { scope: "row", className: "left", title: name, "aria-label": name }, this.nameIn(name, 2));
+    const said = element("td", { className: "words", colSpan: this.columns.length - 1 }, this.view.why);
     return { row: element("tr", { className: "marked culprit" }, head, said), cells: [] };
   }
 
-  /** The end of a long name, which distinguishes layers; the whole name is the title. @param {string} name @param {number} beside letters that stand before it */
-  shortened(name, beside) {
-    const most = Math.max(letters(this.painter.left - BESIDE) - beside, 6);
-    return name.length > most ? `…${name.slice(1 - most)}` : name;
+  /** A name, or its end. @param {string} name @param {number} beside letters that stand before it */
+  nameIn(name, beside) {
+    return wrapping(shortened(name, Math.max(letters(this.painter.left - BESIDE) - beside, 6), isNarrow() ? 2 : 1));
   }
 
   /** The button that opens and closes a group. @param {any} row @param {string} name */
   switchOf(row, name) {
     const { open } = this.view.state;
     const isOpen = open.has(row.group);
-    const button = element("button", { type: "button", "aria-expanded": String(isOpen) }, `${isOpen ? "▾" : "▸"} `, element("bdi", {}, this.shortened(name, 2)));
+    const button = element("button", { type: "button", "aria-expanded": String(isOpen) }, `${isOpen ? "▾" : "▸"} `, this.nameIn(name, 2));
     button.addEventListener("click", (/** @type {Event} */ event) => {
       event.stopPropagation();
       if (isOpen) open.delete(row.group);
@@ -232,10 +231,10 @@ export class Table {
     // Below a group its marked members stand by themselves.
     row.classList.toggle("marked", !of.members && view.isMarked(layer));
     row.classList.toggle("near", !of.members && view.isNear(layer));
-    // Where a culprit's own figures are as they should be, words say why it is marked.
-    const isSaid = row.classList.contains("marked") && !isNarrow() && cells.every(([, tone]) => !tone || tone === "good");
+    // Where a culprit's own figures do not show its fault, words say why it is marked.
+    const isSaid = row.classList.contains("marked") && !isNarrow() && (view.data.opening.at || cells.every(([, tone]) => !tone || tone === "good"));
     kept.why.hidden = !isSaid;
-    kept.why.textContent = isSaid ? view.data.opening.said : "";
+    kept.why.textContent = isSaid ? view.why : "";
     cells.forEach(([text, tone], column) => {
       const cell = kept.cells[column];
       if (cell.textContent !== text) cell.textContent = text;

@@ -16,6 +16,7 @@ function unpacked(tensors) {
   const layers = tensors.map((/** @type {any} */ tensor, /** @type {number} */ place) => ({
     ...tensor,
     place,
+    label: `${tensor.name || "(the model itself)"}${tensor.type}`,
     blocks: tensor.blocks.map((/** @type {any} */ packed) => packed && unpack(packed)),
   }));
   for (const layer of layers) layer.whole = merge(layer.blocks.filter(Boolean));
@@ -36,7 +37,7 @@ export class View {
     this.lastStep = Math.max(data.steps - 1, data.opening.step ?? 0, ...data.blocks.map((/** @type {any} */ each) => each.last), ...data.events.map((/** @type {any} */ each) => each.step));
     this.hasScrubber = data.blocks.length > 1;
     /** Letters of the longest name. @type {number} */
-    this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, each.name.length), data.opening.name.length + 1);
+    this.longest = [...this.layers, ...data.groups].reduce((most, each) => Math.max(most, (each.label ?? each.name).length), data.opening.name.length + 1);
     this.marked = new Set(data.opening.marked);
     this.near = new Set(data.opening.near);
     const [suggestedFormat, suggestedScale] = data.suggested ?? ["", 0];
@@ -111,6 +112,12 @@ export class View {
   get isCalm() {
     const { kind, name, grave } = this.data.opening;
     return !kind && !name && !grave;
+  }
+
+  /** Why the culprit's row is marked: the phase, the line and the operator where they are known. */
+  get why() {
+    const { at, phase, said } = this.data.opening;
+    return at ? [phase, at].filter(Boolean).join(", ") : said;
   }
 
   /** Whether something is to blame, but neither a layer nor the loss scale. */

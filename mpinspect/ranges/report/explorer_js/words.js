@@ -1,5 +1,7 @@
-// Figures in words.
+// Figures and names in words.
 // @ts-check
+
+import { element } from "./dom.js";
 
 /** A share with two digits, never rounded to 0% or 100%. @param {number} fraction */
 export function percent(fraction) {
@@ -21,6 +23,22 @@ export const scaleInWords = (exponent) => (Number.isInteger(exponent) && exponen
 
 /** A text of Python's with its powers of two as this page writes them. @param {string} text */
 export const raised = (text) => text.replace(/\b2\^(-?\d+(?:\.\d+)?)/g, (_, exponent) => power(Number(exponent)));
+
+/** The end of a name that has no room, in its lines: whole parts of a path, since the end distinguishes layers. @param {string} name @param {number} most letters of a line */
+export function shortened(name, most, lines = 1) {
+  const parts = name.split(BETWEEN);
+  for (const first of parts.keys()) {
+    const left = `${first ? "…" : ""}${parts.slice(first).join("")}`;
+    if (left.split(BETWEEN).reduce(([line, used], part) => (used + part.length > most ? [line + 1, part.length] : [line, used + part.length]), [1, 0])[0] <= lines && left.length <= most * lines) return left;
+  }
+  return `…${name.slice(1 - most)}`;
+}
+
+/** Where a path may be cut or wrapped: after a single dot, and after a space. */
+const BETWEEN = /(?<=[^.]\.)(?=[^.])|(?<= )/;
+
+/** A name that wraps between its parts alone. @param {string} name @returns {Node} */
+export const wrapping = (name) => element("bdi", {}, ...name.split(BETWEEN).flatMap((part) => [element("wbr"), part]).slice(1));
 
 /** How to read a strip. */
 export const STRIP = "Hatched on the left: flushed to zero. From there to the dotted line: subnormal. Hatched on the right: overflow. A bar at the right end: infinities (✕) and NaNs (○).";

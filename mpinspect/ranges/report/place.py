@@ -1,0 +1,93 @@
+"""Names the place where the trouble began, in one form: the module, the line of the script, the operator, and the phase."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mpinspect.ranges.analysis.first_line import first_line
+from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.faults.name.operators import operator_named
+from mpinspect.ranges.faults.registry import explains_events, part_of, what_broke
+from mpinspect.ranges.session import Event, module_named
+from mpinspect.reporting.finding import Finding
+from mpinspect.reporting.words import filled, upper_first
+
+#: The ids of findings on many layers, which name the worst.
+_OF_WORST = frozenset({"updates-lost", "gradients-flushed"})
+
+
+class Began(NamedTuple):
+    """Where and when the trouble began.
+
+    Args:
+        headline: the place of the gravest finding, with the step unless ``alarm`` has it; "" without such a finding.
+        alarm: the event that broke the run without its place, if that is the headline's; else "".
+    """
+
+    headline: str = ""
+    alarm: str = ""
+
+
+def is_of(finding: Finding, event: Event) -> bool:
+    """Return whether a finding is about the step of an event, or about none."""
+    return finding.step in (None, event.step)
+
+
+def line_of(finding: Finding) -> str:
+    """Return the file and the line of the script that a finding names; "" if it names none."""
+    return str(finding.evidence.get("line") or "")
+
+
+def code_of(finding: Finding) -> str:
+    """Return the line of the script and the operator that a finding names: "train.py:19: mul"; "" if it names neither."""
+    return ": ".join(filter(None, (line_of(finding), _operator(finding))))
+
+
+def _operator(finding: Finding) -> str:
+    return operator_named(str(finding.evidence.get("operator") or ""))
+
+
+def phase_of(finding: Finding) -> str:
+    """Return the phase of the module that a finding names, "forward" or "backward"; "" if it names neither."""
+    phase = finding.evidence.get("phase")
+    return str(phase) if finding.layer and phase in ("forward", "backward") else ""
+
+
+def began(report: RangeReport) -> Began:
+    """Return where and when the gravest finding began, or else the event that broke the run."""
+    finding, event = next((each for each in report.findings if each.is_alarm), None), what_broke(report)
+    if finding is None and event is None:
+        return Began()
+    name = report.session.with_classes
+    if event is not None and (finding is None or is_of(finding, event)):
+        place, is_own = _of_event(event, finding)
+        return Began(name(f"In {place}"), first_line(event, with_place=False) if is_own else "")
+    assert finding is not None
+    when, place = filled("first seen in step {:,}", finding.step), name(_place(finding))
+    if event is not None and explains_events(finding) and (finding.step or 0) < event.step:
+        return Began(", ".join(filter(None, (f"It began in step {finding.step:,}", place))))
+    if event is not None:
+        return Began(", ".join(filter(None, ("The gravest finding is another one", place, when))))
+    return Began(upper_first(", ".join(filter(None, (place, when or "throughout the run")))))
+
+
+def _of_event(event: Event, finding: Finding | None) -> tuple[str, bool]:
+    """Return the place of the cause of an event, and whether it is the event's own."""
+    if finding is None:
+        return event.place, True
+    is_own, part = finding.layer in ("", event.module), "" if finding.layer else part_of(finding)
+    if _operator(finding) and not part:
+        return ", ".join((event.place if is_own else module_named(finding.layer), code_of(finding))), is_own
+    if line_of(finding) and not (is_own and finding.layer):
+        return line_of(finding), False
+    if part and explains_events(finding):
+        return part, event.given
+    return ", ".join(filter(None, (event.place, line_of(finding) * is_own))), True
+
+
+def _place(finding: Finding) -> str:
+    """Return a finding's place, after a preposition."""
+    phase = filled("the {} of ", phase_of(finding))
+    preposition = "worst in" if finding.id in _OF_WORST else "in"
+    module = finding.layer and f"{phase}{module_named(finding.layer)}"
+    return filled(f"{preposition} {{}}", ", ".join(filter(None, (module, code_of(finding)))) or part_of(finding))
