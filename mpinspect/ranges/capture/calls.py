@@ -58,7 +58,8 @@ class StepCalls:
             if not tensor.numel():
                 continue
             version = version_of(tensor)
-            number = self._number(tensor, version)
+            # Most outputs are new: looking up their id spares the call.
+            number = self._number(tensor, version) if id(tensor) in self._known else None
             if number is None:
                 number = self._tell_apart(tensor, version)
                 hooks = tensor._backward_hooks
