@@ -1304,7 +1304,10 @@ def test_branches_without_a_common_scale_get_one_fix():
     assert finding.id == "scale-window-empty"
     assert finding.message in str(report.verdict)
     # The fix names every layer of a branch, so that it resolves all conflicts.
-    assert "Compute 'small.0', 'small.1', 'small.2' in FP32 (or 'large.0', 'large.1', 'large.2' instead)" in finding.fix
+    assert (
+        "'small.2' (Linear) in FP32 (or 'large.0' (Linear), 'large.1' (Tanh), 'large.2' (Linear) instead)"
+        in finding.fix
+    )
     lowest, highest = report.loss_scale.lowest, report.loss_scale.highest
     worst = report.loss_scale.conflicts[0]
     assert (2.0**worst.log2_lowest, 2.0**worst.log2_highest) == (lowest, highest)
@@ -1921,7 +1924,7 @@ def test_a_single_weight_stored_in_16_bits_is_named():
     model[2].bias.data = model[2].bias.data.bfloat16() + 4
     report = train(model, 1e-3, autocast=torch.bfloat16)
     (said,) = named(report, "updates-lost")
-    assert said.message == "'2.bias' is stored in BF16, and rounding loses 100% of its updates."
+    assert said.message == "'2.bias' (Linear) is stored in BF16, and rounding loses 100% of its updates."
     assert said.code == "# before the optimizer is made\nmodel.float()"
 
 
