@@ -399,8 +399,8 @@ def test_a_non_finite_gradient_of_the_loss_is_placed_after_the_last_module() -> 
     assert (event.module, event.after, event.place) == ("2", True, "the code after '2' (Linear)")
     assert first_line(event) == "step 4, backward, the code after '2' (Linear), first NaN, outputs finite"
     finding = next(each for each in _unexplained(inspector) if "backward" in each.message)
-    assert "the gradient that arrived at the output of '2' held a NaN already" in finding.message
-    assert "the code after '2', first at the loss" in finding.fix
+    assert "the gradient that arrived at the output of '2' (Linear) held a NaN already" in finding.message
+    assert "the code after '2' (Linear), first at the loss" in finding.fix
     assert "GradScaler would skip such steps, but not remove their cause" in finding.fix
 
 
