@@ -60,7 +60,7 @@ def test_a_part_that_is_converted_is_named_at_the_next_measured_step():
     report = train(model, sgd(model), lambda step, model: model[2].bfloat16() if step == 11 else None)
     (finding,) = named(report, "model-converted")
     assert (finding.layer, finding.step) == ("2.weight", 16)
-    assert "2 of 4 weights, in '2', are in BF16" in finding.message
+    assert "2 of 4 weights, in '2' (Linear), are in BF16" in finding.message
 
 
 def restored(step, model):

@@ -72,7 +72,7 @@ def test_weights_that_broke_without_a_watch_are_an_error(tmp_path: Path) -> None
     assert broke is not None
     assert first_line(broke) == "end of the run (step 5), '0.weight', first NaN"
     text = str(inspector.report())
-    assert "first: step 5, end, '0': nan in the weight of '0.weight'\n  no step reported it\n" in text
+    assert "first: step 5, end, '0' (Linear): nan in the weight of '0.weight'\n  no step reported it\n" in text
 
 
 def test_weights_that_broke_in_a_step_unwatched_under_a_budget_are_an_error() -> None:
@@ -116,7 +116,7 @@ def test_weights_that_broke_with_finite_gradients_are_reported_with_other_infini
             # tanh of an infinity is 1, and its gradient is zero.
             model(torch.ones(3, 4)).square().mean().backward()
             optimizer.step()
-    seen = "in the steps taken was finite, but in step 1, where the activation of '0' held an inf"
+    seen = "in the steps taken was finite, but in step 1, where the activation of '0' (Linear) held an inf"
     assert [seen in each.message for each in inspector.report().findings if each.severity == "error"] == [True]
 
 
@@ -396,11 +396,11 @@ def test_a_run_of_infinite_losses_alone_names_the_loss() -> None:
 def test_a_non_finite_gradient_of_the_loss_is_placed_after_the_last_module() -> None:
     inspector = _trained(broken_at=4, broken=_of_infinite_slope)
     event = inspector.session().events[0]
-    assert (event.module, event.after, event.place) == ("2", True, "the code after '2'")
-    assert first_line(event) == "step 4, backward, the code after '2', first NaN, outputs finite"
+    assert (event.module, event.after, event.place) == ("2", True, "the code after '2' (Linear)")
+    assert first_line(event) == "step 4, backward, the code after '2' (Linear), first NaN, outputs finite"
     finding = next(each for each in _unexplained(inspector) if "backward" in each.message)
-    assert "the gradient that arrived at the output of '2' held a NaN already" in finding.message
-    assert "the code after '2', first at the loss" in finding.fix
+    assert "the gradient that arrived at the output of '2' (Linear) held a NaN already" in finding.message
+    assert "the code after '2' (Linear), first at the loss" in finding.fix
     assert "GradScaler would skip such steps, but not remove their cause" in finding.fix
 
 
@@ -498,7 +498,7 @@ def _crashed(where: str, at: int = 1, error: BaseException | None = None) -> Ins
     ("where", "phase", "module", "begins"),
     [
         ("data", "between-steps", "", "after step 0: ValueError: bad"),
-        ("forward", "forward", "0", "after step 0, in the forward of '0': RuntimeError: "),
+        ("forward", "forward", "0", "after step 0, in the forward of '0' (Linear): RuntimeError: "),
         ("targets", "after-forward", "", "in step 1, after the forward and before the backward: IndexError: Target 7"),
         ("backward", "backward", "", "in step 1, in the backward: ValueError: bad"),
         (

@@ -164,7 +164,7 @@ def test_at_most_three_modules_are_listed():
         optimizer.step()
     (finding,) = norm_findings(inspector.report())
     assert finding.evidence["modules"] == ["1", "2", "3"]
-    assert finding.message.endswith("The same was found in '2' and in '3'.")
+    assert finding.message.endswith("The same was found in '2' (Norm) and in '3' (Norm).")
 
 
 def test_a_single_divisor_is_to_be_added_up_in_fp32():

@@ -287,7 +287,10 @@ def test_an_update_between_a_backward_and_its_division_is_reported(step, fused):
     # The first optimizer's second step ends the step of the two.
     assert (found.severity, found.step) == ("error", 2 * (step is accumulates_over_updates))
     assert found.layer.startswith("critic.")
-    assert "scaler.update() was called between the backward of 'critic.0', 'critic.2' and the division" in found.message
+    assert (
+        "scaler.update() was called between the backward of 'critic.0' (Linear), 'critic.2' (Linear) and the division"
+        in found.message
+    )
 
 
 def test_an_update_in_between_is_a_warning_as_long_as_the_scale_stays():
@@ -298,7 +301,7 @@ def test_an_update_in_between_is_a_warning_as_long_as_the_scale_stays():
 def test_an_update_between_unscaling_and_step_is_reported():
     found = of_pair(updates_between_unscaling_and_step, interval=1000)["divided-by-another-scale"]
     assert (found.severity, found.layer) == ("error", "critic.0.weight")
-    assert "between unscale_() and step() of the optimizer of 'critic.0', 'critic.2'" in found.message
+    assert "between unscale_() and step() of the optimizer of 'critic.0' (Linear), 'critic.2' (Linear)" in found.message
     assert "the loss scale of 256 (2^8) once more" in found.message
 
 

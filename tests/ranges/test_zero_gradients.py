@@ -78,7 +78,7 @@ def test_the_module_of_a_saturated_function_is_named():
     report = train(model, loss_of)
     (finding,) = named(report)
     assert finding.layer == "3.0"
-    assert "results of a sigmoid in '3.0' in FP32 were exactly 0 or 1" in finding.message
+    assert "results of a sigmoid in '3.0' (Sigmoid) in FP32 were exactly 0 or 1" in finding.message
 
 
 def test_the_argument_from_which_a_sigmoid_rounds_to_1_is_that_of_bf16():
@@ -95,7 +95,7 @@ def test_the_argument_from_which_a_sigmoid_rounds_to_1_is_that_of_bf16():
 def test_a_factor_of_zero_leaves_the_whole_model_without_a_gradient():
     (finding,) = named(train(mlp(), lambda model, x: (model(x) * 0).sum()))
     assert finding.severity == "error"
-    assert "arrive at the output of '2' are zero already" in finding.message
+    assert "arrive at the output of '2' (Linear) are zero already" in finding.message
     assert "function" not in finding.evidence
 
 
