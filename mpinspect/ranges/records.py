@@ -178,10 +178,12 @@ class WeightGrowth(Record, kind="weight-growth"):
         loss_ratio: the loss divided by the run's first loss, if the loss has grown far; else 0.
         lr, initial_lr: the current and the initial learning rate of its parameter group.
         group: the number of its parameter group, if the groups' learning rates differ.
+        elements: its number of elements.
     """
 
     ratio: float
     began: float | None = None
+    elements: float | None = None
     loss_ratio: float = 0.0
     lr: float | None = None
     initial_lr: float | None = None
@@ -505,10 +507,15 @@ class Cast(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ParametersCast(Cast, kind="parameters-cast"):
-    """Parameters that an optimizer stepped in a wider dtype before: ``count`` of its ``of`` parameters."""
+    """Parameters that an optimizer stepped in a wider dtype before: ``count`` of the ``of`` parameters of the one that steps now.
+
+    Args:
+        is_new_optimizer: whether that one was made since.
+    """
 
     count: float
     of: float
+    is_new_optimizer: bool = False
 
 
 class StatesCast(Cast, kind="states-cast"):
@@ -701,7 +708,7 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
         error: the share of the smaller operand's norm that is lost.
         unchanged: the share of elements that equal one of the operands, 0..1.
         size: the root mean square of the smaller operand; None in sessions of earlier versions.
-        times: how many additions of few elements, at one line, these are the figures of.
+        times: how many additions to one sum these are the figures of.
         gradients_error: the largest relative error of a weight's gradient, of all arithmetic together.
     """
 

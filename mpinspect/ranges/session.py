@@ -400,7 +400,7 @@ class LayersRecord:
         products: the quantised operands of their products.
         library: the library whose kernels compute them, "torchao" or "transformer_engine"; "" for torch's own products.
         emulated: whether they are computed in a wide format from rounded operands.
-        is_head: whether they share their weight with an embedding.
+        is_head: whether they share their weight with an embedding, or make the model's output.
         without_bias: whether their biases got no gradient in a step in which their weights did.
     """
 
@@ -662,15 +662,12 @@ class Session:
 
     @cached_property
     def _classes(self) -> dict[str, str]:
-        """The words that follow a quoted path whose module's path ends in a number: " (ReLU)"."""
-        found = {}
-        for info in self.watched:
-            if shown := class_beside(info.module, info.module_type):
-                found[repr(info.module)] = found[repr(info.name)] = shown
-        return found
+        """The words that follow a module's quoted path that ends in a number: " (ReLU)"."""
+        found = ((repr(info.module), class_beside(info.module, info.module_type)) for info in self.watched)
+        return {path: shown for path, shown in found if shown}
 
     def with_classes(self, text: str) -> str:
-        """Return a text with the class of each quoted module, and parameter's module, whose path ends in a number."""
+        """Return a text with the class of each quoted module whose path ends in a number."""
 
         def classed(found: re.Match[str]) -> str:
             shown = self._classes.get(found[1], "")

@@ -13,7 +13,16 @@ from types import FrameType
 from mpinspect.runtime.briefly import first_line_of
 
 #: Packages between the user's code and ours: torch calls our hooks, trainers call torch.
-_BETWEEN = ("mpinspect", "torch", "lightning", "pytorch_lightning", "transformers", "accelerate", "contextlib")
+_BETWEEN = (
+    "mpinspect",
+    "torch",
+    "lightning",
+    "lightning_utilities",
+    "pytorch_lightning",
+    "transformers",
+    "accelerate",
+    "contextlib",
+)
 #: The time, in seconds since the epoch, from which on a file that changes is no longer the one that runs.
 _STARTED = time.time()
 #: Most characters of a line's text.

@@ -251,6 +251,14 @@ def test_a_head_is_known_by_its_embedding_or_its_name():
     assert ids(named)["narrow-head"].layer == "lm_head"
 
 
+def test_a_head_is_known_by_the_models_output():
+    def model():
+        return nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 64))
+
+    assert ids(report(to_float8(model(), names={"1", "3"})))["narrow-head"].layer == "3"
+    assert "narrow-head" not in ids(report(to_float8(model(), names={"1"})))
+
+
 @pytest.mark.parametrize("name", ["blocks.0.output", "blocks.3.attention.output", "fc"])
 def test_an_output_inside_of_a_block_is_no_head(name):
     assert "narrow-head" not in ids(of(LayersRecord((name,), "Linear", (32, 64), TENSORWISE, "torchao")))

@@ -108,6 +108,18 @@ def test_a_second_phase_with_an_optimizer_of_its_own_is_no_finding():
     assert named(inspector.report(), "model-converted") == []
 
 
+def test_a_cast_between_two_optimizers_is_told_where_the_narrow_states_are():
+    """As an evaluation in 16 bits between two stages leaves the model."""
+    model = mlp()
+    with Inspector(model) as inspector:
+        for dtype in (torch.float32, torch.bfloat16):
+            optimizer = torch.optim.AdamW(model.to(dtype).parameters(), lr=1e-3)
+            for _ in range(6):
+                take_step(optimizer, model(torch.randn(16, 8).to(dtype)).float().square().mean())
+    (finding,) = named(inspector.report(), "moments-cannot-decay")
+    assert "Until step 5 an optimizer stepped 4 of the weights in FP32: code before step 6 converted" in finding.message
+
+
 class MasterSGD(torch.optim.Optimizer):
     """Keeps FP32 masters among its states."""
 

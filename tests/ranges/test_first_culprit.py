@@ -268,6 +268,32 @@ def test_a_mask_does_not_hide_the_culprit() -> None:
     assert told[:2] == [(0, "forward", "2"), (2, "backward", "1")]
 
 
+def test_the_module_whose_mask_hides_a_whole_row_is_the_culprit_beside_token_ids() -> None:
+    """The model's only floating-point input is the mask."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.out((self.scores(x) + mask).softmax(-1))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.attention = nn.Embedding(8, 4), Attention()
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            return self.attention(self.embed(ids), mask)
+
+    model = Model()
+    with Inspector(model) as inspector:
+        model(torch.arange(4), torch.tensor([[-math.inf] * 4, *[[0.0] * 4] * 3])).sum().backward()
+    first = inspector.session().events[0]
+    assert (first.phase, first.module, first.value) == ("forward", "attention", "nan")
+
+
 def test_a_model_that_returns_a_mask_does_not_excuse_the_loss() -> None:
     class Mask(nn.Module):
         def forward(self, scores: torch.Tensor) -> torch.Tensor:

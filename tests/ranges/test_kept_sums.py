@@ -187,7 +187,9 @@ def test_a_sum_that_will_stop_within_the_run_is_a_warning(after):
     finding = findings(after, steps=1200)["buffer-stops-changing"]
     # Some 2.3 a step: 100 steps make 230, and the sum stops at 256 terms.
     assert (finding.severity, finding.certainty) == ("warning", "inferred")
-    assert finding.evidence["stops_at"] == pytest.approx(256 * finding.evidence["term"])
+    assert 1 <= finding.evidence["stops_at"] / (256 * finding.evidence["term"]) < 2
+    stopped = torch.tensor(finding.evidence["stops_at"], dtype=BF16)
+    assert stopped + finding.evidence["term"] == stopped
     total = torch.tensor(finding.evidence["total"], dtype=BF16)
     assert total + finding.evidence["unit"] > total
     assert total + finding.evidence["unit"] / 4 == total

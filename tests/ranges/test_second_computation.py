@@ -541,6 +541,27 @@ def test_a_cast_that_overflows_has_the_exponential_that_made_the_value(argument,
     assert born.names[3].partition(":")[0] == "test_second_computation.py" * bool(exponent)
 
 
+def test_a_sum_of_many_elements_is_judged_by_what_its_additions_lose_together():
+    terms = values(1000, 100).abs().bfloat16()
+    with Twice() as second:
+        total = torch.zeros(100, dtype=torch.bfloat16)
+        for term in terms:
+            total += term
+    exact = terms.float().sum(0)
+    (absorbed,) = records(second, AbsorbedOperand)
+    assert absorbed.times == 999
+    assert absorbed.error == pytest.approx(float((total.float() - exact).norm() / exact.norm()), rel=0.05)
+
+
+def test_steps_that_are_too_small_for_their_weights_are_lost_together_and_larger_ones_are_not():
+    for rate, is_lost in ((1e-4, True), (0.05, False)):
+        with Twice() as second:
+            weights = {name: torch.ones(20, dtype=torch.bfloat16) for name in ("a", "b")}
+            for _ in range(12):
+                weights = {name: each - rate * torch.ones_like(each) for name, each in weights.items()}
+        assert [(each.times, each.error) for each in records(second, AbsorbedOperand)] == [(11, 1.0)] * is_lost
+
+
 def test_a_sum_that_stops_late_is_judged_and_a_state_that_keeps_changing_is_not():
     with Twice() as second:
         count = torch.zeros((), dtype=torch.bfloat16)

@@ -192,7 +192,7 @@ def test_quoted_paths_that_end_in_a_number_get_their_class_once():
     session = Session(watched=tuple(TensorInfo(name, ACTIVATION, module, of) for name, module, of in infos))
     for text, expected in (
         ("In '0' and 'head'.", "In '0' (Linear) and 'head'."),
-        ("the model's gradient of '0.weight'", "the model's gradient of '0.weight' (Linear)"),
+        ("the model's gradient of '0.weight'", "the model's gradient of '0.weight'"),
         ("In 'blocks.2' (train.py:9), it", "In 'blocks.2' (ReLU, train.py:9), it"),
         ("In 'blocks.2' (ReLU) and '7'", "In 'blocks.2' (ReLU) and '7'"),
     ):

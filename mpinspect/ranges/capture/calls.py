@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from mpinspect.ranges.capture.culprit import CallRecord, TensorStory
 from mpinspect.ranges.capture.largest import version_of
@@ -28,6 +29,8 @@ class StepCalls:
         #: Numbers of the tensors that already had another hook before ours; numbers of the tensors where a backward began.
         self._altered: set[int] = set()
         self._roots: set[int] = set()
+        #: The model's outputs by the sequence number of their autograd node, and their place among its results.
+        self._ends: dict[tuple[int, int], int] = {}
 
     def called(self, module: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[Fresh]:
         """Record a module's forward; return the tensors that are new in this step, inputs first."""
@@ -55,7 +58,8 @@ class StepCalls:
             if not tensor.numel():
                 continue
             version = version_of(tensor)
-            number = self._number(tensor, version)
+            # Most outputs are new: looking up their id spares the call.
+            number = self._number(tensor, version) if id(tensor) in self._known else None
             if number is None:
                 number = self._tell_apart(tensor, version)
                 hooks = tensor._backward_hooks
@@ -64,6 +68,8 @@ class StepCalls:
                     self._altered.add(number)
                 fresh.append((tensor, number, False))
             returned.append(number)
+            if not module and tensor.grad_fn is not None:
+                self._ends[tensor.grad_fn._sequence_nr(), tensor.output_nr] = number
         self._log.append((module, given + changed, returned, overwritten))
         return fresh
 
@@ -97,9 +103,11 @@ class StepCalls:
         if 0 <= number < self._count:
             self._log.append((module, number))
 
-    def backward_called(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Record that a backward begins at these tensors."""
-        self._roots.update(number for tensor in tensors if (number := self.number_of(tensor)) is not None)
+    def backward_called(self, tensors: Iterable[torch.Tensor], edges: Iterable[GradientEdge] = ()) -> None:
+        """Record that a backward begins at these tensors, or at edges of the model's outputs, which may be gone."""
+        found = {self.number_of(tensor) for tensor in tensors}
+        found.update(self._ends.get((edge.node._sequence_nr(), edge.output_nr)) for edge in edges)
+        self._roots.update(number for number in found if number is not None)
 
     def forget_tensors(self) -> None:
         """Forget the numbers of all tensors, at the end of the step."""

@@ -295,13 +295,14 @@ def _code_of(module: str) -> str:
 
 
 def _masks(output: Seen, seen: Sequence[Seen], calls: Sequence[CallRecord]) -> set[int]:
-    """Return the tensors that are masks with -inf: no module made them or received one as its only input.
+    """Return the tensors that are masks with -inf: no module made them, or computes with one as its only input.
 
-    Empty unless the output is NaN: an infinite output may come from a mask.
+    Empty unless the output is NaN: an infinite output may come from a mask. A container may be given a mask and token ids alone.
     """
     if not math.isnan(output.largest):
         return set()
-    alone = {call.given[0] for call in calls if len(call.given) == 1}
+    outer = {container for call in calls for container in containers(call.module)}
+    alone = {call.given[0] for call in calls if len(call.given) == 1 and call.module not in outer}
     return {look.tensor for look in seen if look.is_input and look.largest == -math.inf} - alone
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
@@ -84,6 +85,11 @@ class Listener(Guarded):
     @entrance
     def backward_called(self, given: Any) -> None:
         """Pass the losses of a backward that is about to begin and reaches the model to the observers."""
+        starts = given if isinstance(given, (list, tuple)) and not isinstance(given, GradientEdge) else (given,)
+        edges = [each for each in starts if isinstance(each, GradientEdge)]
+        if edges and self._clock.in_forward:
+            for observer in self._dispatcher.at_work:
+                observer.backward_called_on_edges(edges)
         losses = [tensor for tensor in tensors_in(given) if tensor.grad_fn is not None]
         if not self._dispatcher.at_work or not losses or not self._reaches_model(losses):
             return

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from mpinspect.ranges.capture.backward_scale import UNSCALED, BackwardScale
 from mpinspect.ranges.capture.calls import Fresh
@@ -230,6 +231,9 @@ class Observer:
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Handle a call of ``backward`` or ``torch.autograd.backward`` with these losses, before the backward begins."""
+
+    def backward_called_on_edges(self, edges: list[GradientEdge]) -> None:
+        """Handle a call of ``torch.autograd.backward`` with edges of the graph, as torch 2.15's pipelines make it."""
 
     def gradients_returned(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]

@@ -35,6 +35,8 @@ from mpinspect.reporting.streams import printable
 from mpinspect.runtime.user_line import warn_user
 
 if TYPE_CHECKING:
+    import torch
+
     from mpinspect.ranges.capture.backward_scale import BackwardScale
 
 
@@ -142,6 +144,8 @@ class Recording:
         self.info = info
         self.progress = Progress()
         self.precision = Precision()
+        #: The dtypes in which optimizers stepped the weights, by name, also before a capture was attached again.
+        self.stepped_in: dict[str, torch.dtype] = {}
         self.measurements: list[Measurement] = []
         #: Fields of ``progress`` that the ending step updates: the measured cost.
         self._cost: dict[str, float] = {}

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sized
 from dataclasses import replace
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from mpinspect.counting.cuda import available
 from mpinspect.ranges.capture import device_magnitudes
@@ -265,6 +266,10 @@ class Watch(Observer):
             is_read = self._log.calls.number_of(loss) is not None
             if loss.numel() == 1 and loss.dtype is not torch.float16 and not is_read:
                 self._log_reading(FORWARD, LOSS, "", "", -1, self._clock.micro_batch, loss, None)
+
+    def backward_called_on_edges(self, edges: list[GradientEdge]) -> None:
+        """Record the outputs where a backward begins."""
+        self._log.calls.backward_called((), edges)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Read the losses, and the scaled losses where the backward begins."""

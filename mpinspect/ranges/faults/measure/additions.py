@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,20 +11,50 @@ import torch
 
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums
 from mpinspect.ranges.faults.measure.operands import Pending, summands
+from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import AbsorbedOperand
+from mpinspect.runtime.user_line import innermost_line
 
 #: The part of a sum from which on rounding can't take half of an operand, by 4.
 _LEAST_KEPT = 2.0**-6
-#: The least part of the smaller operand that an addition loses, of its norm.
+#: The least part of the smaller operand, or of all terms of a running sum, that is lost, of its norm.
 _ABSORBED = 0.5
-#: The least relative error of a running sum: the rounding of terms that are not lost makes far less.
+#: The same of a sum of many terms: the rounding of terms that are not lost makes far less.
 _SUM_OFF = 0.1
-#: The least number of elements of an addition that is judged alone: a few may be absorbed by chance.
+#: The least number of elements of an addition that is judged alone: a few may be absorbed by chance. Also that of many terms.
 _FEWEST = 64
+#: The least number of terms of a running sum, and the largest number of its elements.
+_FEWEST_TERMS, _MOST_ELEMENTS = 8, 1 << 24
+
+
+class _RunningSum:
+    """Additions at one line, each of which has the result of the one before as an operand.
+
+    Args:
+        line: the line.
+    """
+
+    def __init__(self, line: str) -> None:
+        self.line = line
+        self.times = 0
+        #: The sum of the exact terms and that of the rounding errors, without those of the first addition.
+        self.terms: torch.Tensor | None = None
+        self.off: torch.Tensor | None = None
+        #: Sums over the additions: of the shares of elements that stayed as they were, and of the squared norms of the terms.
+        self.unchanged = self.squares = 0.0
+
+    def add(self, before: torch.Tensor, exact: torch.Tensor, value: torch.Tensor) -> None:
+        """Add the term and the error of an addition, which made ``value`` of the sum as it was ``before``."""
+        term, off = exact - before.float(), value.float() - exact
+        self.times += 1
+        self.terms = term if self.terms is None else self.terms.add_(term)
+        self.off = off if self.off is None else self.off.add_(off)
+        self.unchanged += float((value == before).float().mean())
+        self.squares += float(term.square().mean())
 
 
 class Additions:
-    """Judges the additions of a forward; those of few elements by all additions at their line.
+    """Judges the additions of a forward alone, and those of running sums together.
 
     Args:
         kept: the tensors that persist from step to step, whose changes in place it judges itself.
@@ -33,15 +62,15 @@ class Additions:
 
     def __init__(self, kept: KeptSums) -> None:
         self._kept = kept
-        #: Additions of few elements, by line: each alone may be absorbed by chance. Each has the relative error of its result.
-        self._repeated: defaultdict[str, list[tuple[AbsorbedOperand, float]]] = defaultdict(list)
+        #: The running sums by the storage of the last result, and by line, with a record of an addition.
+        self._sum_of: Marks[_RunningSum] = Marks()
+        self._sums: dict[str, tuple[AbsorbedOperand, list[_RunningSum]]] = {}
 
     def judge(
         self,
         pending: Pending,
         value: torch.Tensor,
         local: Callable[[], torch.Tensor],
-        inherited: Callable[[], float],
         describe: Callable[..., AbsorbedOperand],
     ) -> tuple[AbsorbedOperand, torch.Tensor] | None:
         """Return the record of an addition that loses most of an operand, and the error of its result. Waits for the device.
@@ -49,52 +78,75 @@ class Additions:
         Args:
             value: the addition's result in 16 bits.
             local: returns the exact sum of the operands as they are, in FP32.
-            inherited: returns the relative error of the result.
             describe: makes a record of a class at this line, with figures.
         """
         is_in_place = pending.func._schema.is_mutable
         given = pending.given[0][:2]
         if is_in_place and pending.node is None and self._kept.keeps(given[0]):
             return None
-        # Of a result that is no tensor of the script's own yet, a few elements are worth a look.
-        is_kept = pending.node is None and value.numel() < _FEWEST and any(map(self._kept.keeps, given))
-        if not (is_in_place or is_kept) and (not _are_alike(given, value) or _are_comparable(pending, value)):
+        self._follow(pending, value, local, describe)
+        is_small = value.numel() < _FEWEST
+        if is_small and not is_in_place and pending.node is None:
+            self._keeps_sum(pending, value, local, describe)
+        if is_small or (not is_in_place and (not _are_alike(given, value) or _are_comparable(pending, value))):
             # A small number, as against a division by zero, may be lost; a running sum in place may not.
             return None
         operands = summands(pending, local())
-        if is_kept and not is_in_place and len(operands) == 2:
-            by_size = sorted(zip(operands, given, strict=True), key=lambda each: float(each[0].abs().max()))
-            if self._kept.keeps(by_size[1][1]):
-                self._kept.added(value, by_size[1][0], by_size[0][0], describe)
         if not _are_alike(operands, value):
             return None
         off = value.float() - local()
         least, error = min(float(each.norm()) for each in operands), float(off.norm())
-        if not least or (value.numel() >= _FEWEST and error < _ABSORBED * least):
+        if not least or error < _ABSORBED * least:
             return None
         equals_one = (value == operands[0]).logical_or(value == operands[1])
         unchanged = float((local() != 0).logical_and(equals_one).float().mean())
         size = least / value.numel() ** 0.5
-        record = describe(AbsorbedOperand, error=error / least, unchanged=unchanged, size=size)
-        if value.numel() >= _FEWEST:
-            return record, off
-        self._repeated[record.names[1]].append((record, inherited()))
-        return None
+        return describe(AbsorbedOperand, error=error / least, unchanged=unchanged, size=size), off
+
+    def _keeps_sum(
+        self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], describe: Callable[..., Any]
+    ) -> None:
+        """Judge a result of few elements that may replace a kept sum: it is no tensor of the script's own yet."""
+        given = pending.given[0][:2]
+        if not any(map(self._kept.keeps, given)) or len(operands := summands(pending, local())) != 2:
+            return
+        by_size = sorted(zip(operands, given, strict=True), key=lambda each: float(each[0].abs().max()))
+        if self._kept.keeps(by_size[1][1]):
+            self._kept.added(value, by_size[1][0], by_size[0][0], describe)
+
+    def _follow(
+        self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], describe: Callable[..., Any]
+    ) -> None:
+        """Add an addition to the running sum that it continues, or begin one."""
+        given, line = pending.given[0][:2], innermost_line(pending.frame)
+        if not line or value.numel() > _MOST_ELEMENTS:
+            return
+        sums = ((each, self._sum_of.of(each)) for each in given if isinstance(each, torch.Tensor))
+        before, found = next(((each, one) for each, one in sums if one and one.line == line), (None, None))
+        if before is None or found is None or before.shape != value.shape:
+            found = _RunningSum(line)
+        else:
+            if not found.times:
+                at_line = self._sums.get(line) or (describe(AbsorbedOperand, error=0.0, unchanged=0.0), [])
+                at_line[1].append(found)
+                self._sums[line] = at_line
+            # An operator in place has overwritten the sum as it was.
+            found.add(before if pending.old is None else pending.old, local(), value)
+        self._sum_of.put(value, found)
 
     def running_sums(self) -> list[AbsorbedOperand]:
-        """Return a record for each line whose many small additions lose most of the terms, or a part of the last sum."""
+        """Return a record for each line whose running sums lose most of their terms, or a part of many."""
         found = []
-        for each in self._repeated.values():
-            additions, off = [record for record, _ in each], each[-1][1]
-            lost = math.hypot(*(each.error * (each.size or 0) for each in additions))
-            terms = math.hypot(*(each.size or 0 for each in additions))
-            times = len(additions)
-            unchanged = sum(each.unchanged for each in additions) / times
-            # The rounding of a state, as of a recurrent network, adds up to as much, but it changes with every step.
-            has_stopped = off >= _SUM_OFF and unchanged >= _SUM_OFF / 2
-            if times >= _FEWEST and (lost >= _ABSORBED * terms or has_stopped):
-                figures = {"error": lost / terms, "unchanged": unchanged, "size": terms / times**0.5}
-                found.append(replace(additions[-1], times=float(times), **figures))
+        for record, sums in self._sums.values():
+            times = max(each.times for each in sums)
+            lost = math.hypot(*(float(each.off.norm()) for each in sums if each.off is not None))
+            terms = math.hypot(*(float(each.terms.norm()) for each in sums if each.terms is not None))
+            is_lost = lost >= _ABSORBED * terms or (times >= _FEWEST and lost >= _SUM_OFF * terms)
+            if terms and is_lost and times >= _FEWEST_TERMS:
+                of = sum(each.times for each in sums)
+                size = math.sqrt(sum(each.squares for each in sums) / of)
+                unchanged = sum(each.unchanged for each in sums) / of
+                found.append(replace(record, error=lost / terms, unchanged=unchanged, size=size, times=float(times)))
         return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,8 +57,13 @@ _TENSORWISE = {"DelayedScaling": HISTORY, "Float8CurrentScaling": AMAX}
 _MX_RULES = {"floor": FLOOR, "rceil": RCEIL, "ceil": CEIL, "even": EVEN}
 
 
-def converted_layers(layers: Iterable[Layer]) -> tuple[LayersRecord, ...]:
-    """Return the layers with matrix products, grouped by all that their record holds; in the order of their first modules."""
+def converted_layers(layers: Iterable[Layer], heads: Collection[str] = ()) -> tuple[LayersRecord, ...]:
+    """Return the layers with matrix products, grouped by all that their record holds; in the order of their first modules.
+
+    Args:
+        layers: the model's modules.
+        heads: the paths of those whose output the model returns.
+    """
     layers = list(layers)
     embedded = {id(weight) for layer in layers if (weight := _embedding(layer.module)) is not None}
     groups: dict[tuple[Any, ...], list[str]] = {}
@@ -68,7 +73,7 @@ def converted_layers(layers: Iterable[Layer]) -> tuple[LayersRecord, ...]:
         found = _products(module, weights)
         if found is not None:
             products, library, emulated = found
-            is_head = any(id(weight) in embedded for weight in weights)
+            is_head = layer.path in heads or any(id(weight) in embedded for weight in weights)
             shape = _shape(module, weights)
             key = (class_of(module).__name__, shape, products, library, emulated, is_head, _lacks_bias(module))
             groups.setdefault(key, []).append(layer.path)

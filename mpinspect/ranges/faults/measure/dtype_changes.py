@@ -25,10 +25,8 @@ class DtypeChanges(Measuring):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._first: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[torch.dtype]] = weakref.WeakKeyDictionary()
-        #: By optimizer, the dtypes of the model's parameters at the last comparison.
-        self._all: weakref.WeakKeyDictionary[torch.optim.Optimizer, dict[str, torch.dtype]] = (
-            weakref.WeakKeyDictionary()
-        )
+        #: The optimizers whose parameters have been compared.
+        self._compared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, CastStates] = weakref.WeakKeyDictionary()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -44,15 +42,22 @@ class DtypeChanges(Measuring):
             self._compare(optimizer)
 
     def _compare(self, optimizer: torch.optim.Optimizer) -> None:
-        before = self._all.get(optimizer, {})
+        before = self._recording.stepped_in
         now = {each.name: each.parameter.dtype for each in self._optimizers.parameters(optimizer)}
-        self._all[optimizer] = now
+        is_new = optimizer not in self._compared
+        self._compared.add(optimizer)
+        self._recording.stepped_in = before | now
         wide = {name for name, dtype in before.items() if dtype.is_floating_point and dtype not in NARROW}
         narrower = [name for name, dtype in now.items() if name in wide and dtype in NARROW]
         if narrower:
             text = f"{dtype_name(before[narrower[0]])} {dtype_name(now[narrower[0]])}"
             found = ParametersCast(
-                step=self._clock.step, names=tuple(narrower), text=text, of=len(now), count=len(narrower)
+                step=self._clock.step,
+                names=tuple(narrower),
+                text=text,
+                of=len(now),
+                count=len(narrower),
+                is_new_optimizer=is_new,
             )
             self._record_names(found)
 

@@ -316,7 +316,10 @@ class Examination(Measuring):
         """Return the record of a loss's graph that leads to infinities or NaNs in weights of another model; None without any."""
         own = {id(each.parameter) for each in self._parameters}
         used = (getattr(node, "variable", None) for node in graph(starts, _MOST_NODES))
-        others = (each for each in used if is_plain(each) and id(each) not in own)
+        # Other leaves are data, such as the input that a pipeline's stage has received.
+        others = (
+            each for each in used if isinstance(each, torch.nn.Parameter) and is_plain(each) and id(each) not in own
+        )
         broken = {id(each) for each in others if not bool(each.isfinite().all())}
         if not broken:
             return None
@@ -481,6 +484,7 @@ class Examination(Measuring):
                         step=step,
                         ratio=grown,
                         began=began[name],
+                        elements=next(each.parameter.numel() for each in self._parameters if each.name == name),
                         loss_ratio=loss_ratio,
                         **self._rates_of(name),  # type: ignore[arg-type]
                     )

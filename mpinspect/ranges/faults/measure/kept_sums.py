@@ -225,7 +225,9 @@ class KeptSums:
         # Half a unit in the last place of a power of two is eps / 2 of it.
         if 0 < size < math.inf and total * eps / 2 >= _ROUNDED * size:
             unit = eps * 2.0 ** math.floor(math.log2(total))
-            record = describe(GrowingSum, total=total, term=size, unit=unit, stops_at=2 * size / eps)
+            # It stops at the first power of two above which such a term is half a unit in the last place, or less.
+            stops_at = 2.0 ** math.ceil(math.log2(2 * size / eps))
+            record = describe(GrowingSum, total=total, term=size, unit=unit, stops_at=stops_at)
             named = replace(record, names=(*record.names, self._names.get(storage_key(value), "")))
             self._growing.append((reference(value), storage_key(value), named))
 

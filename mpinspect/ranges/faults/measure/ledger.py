@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.compensation import Compensation
 from mpinspect.ranges.faults.measure.converted import asked_for, converted_layers
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
+from mpinspect.ranges.faults.measure.twins import storage_key
 from mpinspect.ranges.session import LayersRecord, OptimizerRecord, Precision, ScalerRecord
 from mpinspect.runtime.device import random_state
 from mpinspect.runtime.distributed import local_part, sharded_sum_in, summed_in
@@ -32,6 +34,9 @@ class Ledger(Measuring):
         #: The layers with products, read once, when an optimizer is about to step: recipes and gradients are known by then.
         self._products: tuple[LayersRecord, ...] | None = None
         self._asked: tuple[str, ...] = ()
+        #: The last leaf that was called, with the storages of its outputs, and those whose outputs the model returned.
+        self._last: tuple[str, set[int]] = "", set()
+        self._heads: set[str] = set()
         #: Found at the end of the first measured step, when the hooks that sum gradients are in place.
         self._summed_in: tuple[str, ...] | None = None
         self._gradients: Counter[str] = Counter()
@@ -55,6 +60,7 @@ class Ledger(Measuring):
         if call.recomputed:
             return
         self._generators.clear()
+        self._follow(call)
         for output in call.outputs:
             if output.is_floating_point():
                 self._outputs[dtype_name(output.dtype)] = None
@@ -63,6 +69,14 @@ class Ledger(Measuring):
                 # A container may enter autocast inside its own forward.
                 if is_on or call.layer.is_leaf:
                     self._autocast[dtype_name(torch.get_autocast_dtype(device)) if is_on else ""] = None
+
+    def _follow(self, call: Call) -> None:
+        """Remember the leaf whose output is the model's."""
+        storages = {storage_key(each) for each in call.outputs if is_plain(each)}
+        if call.layer.is_leaf:
+            self._last = call.layer.path, storages
+        elif not call.layer.path and storages & self._last[1]:
+            self._heads.add(self._last[0])
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Record the dtypes of the losses."""
@@ -134,7 +148,7 @@ class Ledger(Measuring):
     def _read_products(self) -> tuple[LayersRecord, ...]:
         """Return how the layers' products are computed, read at the first call."""
         if self._products is None:
-            self._products = converted_layers(self._layers)
+            self._products = converted_layers(self._layers, self._heads)
             self._asked = asked_for(self._products)
         return self._products
 

@@ -25,6 +25,8 @@ aten = torch.ops.aten
 FIRST_LOST = {torch.bfloat16: 257, torch.float16: 2049}
 #: Minimum number of elements of a tensor of several numbers, and of distinct numbers lost to rounding.
 _FEWEST, _FEWEST_LOST = 4, 4
+#: The least share of scattered numbers that rounding changes.
+_MOSTLY = 0.5
 #: Maximum number of elements compared per tensor and in all, and of tensors on a GPU that are read.
 _MOST_ELEMENTS, _MOST_IN_ALL, _MOST_ON_GPU = 1 << 18, 1 << 22, 64
 #: Number of a float tensor's elements that must be whole before all elements are checked.
@@ -312,11 +314,16 @@ def _representable(largest: int, dtype: torch.dtype) -> int:
 
 
 def _collapsed(exact: torch.Tensor, rounded: torch.Tensor) -> Positions | None:
-    """Return the numbers of distinct values before and after rounding; None unless enough became equal."""
+    """Return the numbers of distinct values before and after rounding; None unless enough became equal.
+
+    Of scattered numbers, which become others without becoming equal, those of all whole numbers up to the largest.
+    """
     largest = float(exact.abs().max())
     if not FIRST_LOST[rounded.dtype] <= largest < float("inf"):
         return None
     before, after = (len(torch.unique(each)) for each in (exact, rounded))
     if before - after < _FEWEST_LOST:
-        return None
+        if int((exact != rounded).sum()) < _MOSTLY * len(exact):
+            return None
+        before, after = int(largest) + 1, _representable(int(largest), rounded.dtype)
     return Positions(largest=largest, before=before, after=after, is_table=True)

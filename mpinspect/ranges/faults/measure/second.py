@@ -390,7 +390,7 @@ class SecondComputation:
         if operator in _AMPLIFYING:
             if operator in ADDITIONS and is_rounded:
                 describe = partial(self._record, pending, value)
-                lost = self._additions.judge(pending, value, local, partial(_relative, value, twin), describe)
+                lost = self._additions.judge(pending, value, local, describe)
                 if lost is not None:
                     self._add(pending, *lost)
             if value.numel() >= _FEWEST_OF_ONE or operator in _LOSSES:
@@ -536,14 +536,16 @@ class SecondComputation:
         found += [each for kind in firsts for each in self._found[kind][:1]]
         found += [*self._edges.records(), *self._choices.used]
         # A larger error in an addition of its own does not make up for a sum that stopped.
-        found += [_with_gradients(each, worst, whose) for each in self._additions.running_sums()]
+        sums = self._additions.running_sums()
+        found += [_with_gradients(each, worst, whose) for each in sums]
+        judged = {each.names[:2] for each in sums}
         worsts: tuple[tuple[type[Record], str], ...] = (
             (LostSum, "error"),
             (AbsorbedOperand, "error"),
             (AmplifiedError, "after"),
         )
         for kind, size in worsts:
-            records = self._found.get(kind, [])
+            records = [each for each in self._found.get(kind, []) if each.names[:2] not in judged]
             # A large error may be harmless, and a smaller one do all the harm.
             weighed = sorted((each for each in records if self._effects.of(each) is not None), key=self._effects.of)  # type: ignore[arg-type]
             others = sorted(

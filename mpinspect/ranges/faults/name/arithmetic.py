@@ -207,6 +207,10 @@ class _Whole(Sentences):
         "one position, timestep or index{before_use}."
     )
     ANGLES = "Compute positions, and everything derived from them, in FP32; cast only the cosines and sines."
+    CAST_ANGLES = (
+        "Pass them as integers, which no cast of the model or of a batch to 16 bits reaches, and compute everything derived from "
+        "them in FP32; cast only the cosines and sines."
+    )
     SUMS = "Add up in integers."
     INDICES = "Keep positions, indices and counts as integers, or in FP32."
     WIDE_ANGLES = (
@@ -215,6 +219,15 @@ class _Whole(Sentences):
         ")\n"
         "inv_freq = inv_freq.float()\n"
         "angles = positions[:, None] * inv_freq\n"
+        "cos = angles.cos().to(dtype)\n"
+        "sin = angles.sin().to(dtype)"
+    )
+    INTEGER_ANGLES = (
+        "# in the data\n"
+        "positions = positions.long()\n"
+        "# in the model\n"
+        "positions = positions.float()\n"
+        "angles = positions * inv_freq.float()\n"
         "cos = angles.cos().to(dtype)\n"
         "sin = angles.sin().to(dtype)"
     )
@@ -237,7 +250,9 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
         if operator == "cumsum":
             fix, code = _Whole.SUMS, _Whole.INTEGER_SUMS
         elif used in ("", "get a sine or cosine"):
-            fix, code = _Whole.ANGLES, _Whole.WIDE_ANGLES
+            is_cast = operator == "cast"
+            fix = _Whole.CAST_ANGLES.when(is_cast) or _Whole.ANGLES
+            code = _Whole.INTEGER_ANGLES.when(is_cast) or _Whole.WIDE_ANGLES
         words = {
             "module": module_named(measured.name),
             "which": _whole_numbers(measured, operator),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -571,6 +572,23 @@ class _Weights(Sentences):
     BROKE_THE_FORWARD = "In step {before} the forward was no longer finite."
     BROKE_THE_BACKWARD = "In step {before} the backward was no longer finite."
     RAISED_THE_LOSS = "The loss had grown to {loss_ratio:.2g} times the first one."
+    MOVED_FAR = (
+        "In each step its elements moved by {moved:,.0f} times the learning rate, where those of {optimizer} should move by "
+        "about 1: it divides by an average of squared gradients that is too small, as where 8 bits or FP16 round the small ones "
+        "to zero."
+    )
+    WIDE_SQUARES = (
+        "Keep the optimizer's average of squared gradients in FP32, or in 8 bits its square root, rounded up: it may not become "
+        "zero where a gradient is not. If the weights still explode, lower the learning rate."
+    )
+    ROOT = (
+        "# v in FP32; or its root in 8 bits\n"
+        "root = v.sqrt()\n"
+        "codes = (root / scale).ceil()\n"
+        "codes = codes.to(torch.uint8)\n"
+        "# in the next step\n"
+        "v = (codes * scale).square()"
+    )
     LOWER_RATE = (
         "Lower the {rate} (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different precision or "
         "loss scale does not help."
@@ -580,6 +598,8 @@ class _Weights(Sentences):
     CLIP = "# between backward() and step()\ntorch.nn.utils.clip_grad_norm_(\n    model.parameters(), 1.0\n)"
 
 
+#: Adam's largest update is 3.2 times the learning rate at its default betas.
+_LARGEST_UPDATE = 10.0
 #: Records of operations that make infinities and NaNs whatever the weights are.
 _SINGULAR = (ExaminedArgument, ExaminedMask, ExaminedZeroRow)
 
@@ -605,8 +625,10 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
         return
     rate, initial = first.lr, first.initial_lr
     is_scheduled = initial is not None and initial != rate
+    moved = max((_moved(each) for each in at_once), default=0.0)
+    is_far = moved >= _LARGEST_UPDATE and any("beta2" in optimizer.settings for optimizer in case.precision.optimizers)
     yield Found(
-        (_Weights.GREW, _consequence(broken, before, loss_ratio)),
+        (_Weights.GREW, _consequence(broken, before, loss_ratio), _Weights.MOVED_FAR.when(is_far)),
         {"ratios": {each.name: each.ratio for each in grown}, "lr": rate},
         {
             "at_rate": _at_rate(rate, initial, first.group),
@@ -618,13 +640,22 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
             "optimizer": next((optimizer.type for optimizer in case.precision.optimizers), ""),
             "lower": (rate or 0.0) / 10,
             "group": first.group,
+            "moved": moved,
         },
-        _Weights.LOWER_RATE,
-        (_new_rate(first, is_scheduled), _Weights.CLIP),
+        _Weights.WIDE_SQUARES.when(is_far) or _Weights.LOWER_RATE,
+        _Weights.ROOT.when(is_far) or (_new_rate(first, is_scheduled), _Weights.CLIP),
         layer=first.name.rpartition(".")[0] or first.name,
         is_inferred=True,
         step=first.step,
     )
+
+
+def _moved(grown: WeightGrowth) -> float:
+    """Return the least root mean square of a weight's change in each of its steps, in learning rates; 0 if it is not known."""
+    rate = max(grown.lr or 0.0, grown.initial_lr or 0.0)
+    if not rate or not grown.elements or grown.began is None:
+        return 0.0
+    return (grown.ratio - 1) * grown.began / math.sqrt(grown.elements) / (grown.step + 1) / rate
 
 
 def _has_singularity(case: Case, step: int) -> bool:

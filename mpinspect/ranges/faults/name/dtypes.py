@@ -37,7 +37,7 @@ def _model_converted(case: Case) -> Iterator[Found]:
 
     False alarms: A training that changes to 16-bit weights on purpose, with the same optimizer, is reported.
     """
-    found = next(case.recorded(ParametersCast), None)
+    found = next((each for each in case.recorded(ParametersCast) if not each.is_new_optimizer), None)
     if found is None:
         return
     before, after = found.dtypes

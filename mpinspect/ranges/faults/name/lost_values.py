@@ -39,6 +39,8 @@ _MOST_OF_IT = 0.25
 _MOSTLY = 0.5
 #: The root mean square of a branch that begins near zero on purpose, as LayerScale and zero-initialised adapters do, is smaller.
 _LEAST_BRANCH = 2.0**-6
+#: More terms than a model has layers.
+_MANY = 128
 #: torch's dtypes of the FP8 formats.
 _FP8_TYPES = {FLOAT8_E4M3.name: "float8_e4m3fn", FLOAT8_E5M2.name: "float8_e5m2"}
 
@@ -76,11 +78,11 @@ class _Absorbed(Sentences):
         "smaller operand is below half a unit in the last place of the larger one, and {error:percent} of it is lost."
     )
     SUM_STOPS = (
-        "In step {step}, in {place}, {unchanged:percent} of {times:.0f} additions in {dtype:format} leave the sum as it was: it "
-        "has grown until a term is below half a unit in its last place."
+        "In step {step}, in {place}, {times:.0f} additions in {dtype:format} to one sum lose {error:percent} of their terms: "
+        "each leaves {unchanged:percent} of the elements as they were, whose terms are below half a unit in their last place."
     )
     SUM_IN_FP32 = "Keep the running sum in FP32, and add FP32 terms to it."
-    ZERO_IN_FP32 = "total = torch.zeros((), dtype=torch.float32)"
+    ZERO_IN_FP32 = "# once\ntotal = total.float()\n# in the loop\ntotal = total + term.float()"
     STREAM_IN_FP32 = "Keep the larger operand, such as a residual stream or a running sum, in FP32, and add in FP32."
     CAST = "# once, before the blocks\nx = x.float()\n# in each block\nx = x + block(x.to(torch.{dtype})).float()"
 
@@ -93,14 +95,22 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
     """
     for absorbed in by_place(case.recorded(AbsorbedOperand), "error"):
         also, words = gradients_off(absorbed)
+        if _is_explained(absorbed, case):
+            also = None
         begins_near_zero = absorbed.size is not None and absorbed.size < _LEAST_BRANCH and also is None
         is_fault = absorbed.unchanged >= _MOSTLY and not begins_near_zero
         says, fix, code = _Absorbed.NOTHING_CHANGES, _Absorbed.STREAM_IN_FP32, _Absorbed.CAST
         if absorbed.times > 1:
-            # Such a sum has lost most of its terms, although it has changed until it stopped.
-            is_fault = True
+            # It has lost most of its terms, although it may have changed until it stopped. The branches of a model are few.
+            is_fault = absorbed.times >= _MANY or not (absorbed.name and begins_near_zero)
             says, fix, code = _Absorbed.SUM_STOPS, _Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32
         yield found_at(absorbed, (says, also), fix.when(is_fault), code.when(is_fault), words, is_mild=not is_fault)
+
+
+def _is_explained(absorbed: AbsorbedOperand, case: Case) -> bool:
+    """Return whether another operator of the step leaves mostly rounding error, which did not arise in this one's module."""
+    others = (each for each in case.recorded(AmplifiedError) if each.step == absorbed.step and not each.unit)
+    return any(absorbed.name != (origin_of(each) or each).name for each in others)
 
 
 class _Kept(Sentences):
@@ -130,17 +140,22 @@ class _Kept(Sentences):
         "loading."
     )
     STATE = 'state["{buffer}"] = torch.zeros_like(\n    parameter, dtype=torch.float32\n)'
-    BUFFER_IN_FP32 = "Keep this buffer in FP32, and add FP32 terms to it."
-    BUFFER_SCALED_IN_FP32 = (
-        "Keep this buffer in FP32, or compute it from the step's number. A cast of the model casts its buffers too."
+    BUFFER_IN_FP32 = (
+        "Keep this buffer in FP32 and add FP32 terms to it, or keep a number as one of Python's. A cast of the model "
+        "(.to(dtype), Lightning's bf16-true) casts its buffers too, whatever dtype they were registered in: cast this one back "
+        "afterwards."
     )
     IN_FP32 = "Keep this tensor in FP32, and add FP32 terms to it."
     SCALED_IN_FP32 = "Keep this tensor in FP32, or a schedule's number as a Python float."
     WEIGHT_IN_FP32 = "Keep this weight in FP32, change it there, and cast it where it is used."
     MASTER = "# once\nmaster = weight.detach().float()\n# in each step\nmaster.add_(update)\nweight.copy_(master)"
     NUMBER = "Keep this sum in FP32 or as a Python number; a counter is best an integer."
-    REGISTER = 'self.register_buffer(\n    "{name}",\n    torch.zeros(shape, dtype=torch.float32),\n)'
-    UNCAST = "# after model.to(dtype)\nbuffer = model.get_buffer({path})\nbuffer.data = buffer.data.float()"
+    UNCAST = (
+        "# after model.to(dtype), or in\n"
+        "# Lightning's on_fit_start\n"
+        "buffer = model.get_buffer({path})\n"
+        "buffer.data = buffer.data.float()"
+    )
     FLOAT = "# once; or a Python number, such as\n# value = start * rate**step\nvalue = value.float()"
     CAST = (
         "# once\n"
@@ -172,10 +187,11 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             continue
         changes = _SCALING.get(frozen.names[0].strip("_"), "additions")
         is_scaled = changes not in ("additions", "interpolations")
-        fix, code = _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.IN_FP32, _Kept.REGISTER.when(buffer) or _Kept.CAST
+        fix, code = _Kept.IN_FP32, _Kept.CAST
         if is_scaled:
-            fix = _Kept.BUFFER_SCALED_IN_FP32.when(buffer) or _Kept.SCALED_IN_FP32
-            code = _Kept.UNCAST.when(buffer) or _Kept.FLOAT
+            fix, code = _Kept.SCALED_IN_FP32, _Kept.FLOAT
+        if buffer:
+            fix, code = _Kept.BUFFER_IN_FP32, _Kept.UNCAST
         if frozen.is_weight:
             fix, code = _Kept.WEIGHT_IN_FP32, _Kept.MASTER
         says = _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS
@@ -189,7 +205,6 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             "whose": whose,
             "buffer": buffer,
             "sort": sort,
-            "name": buffer.rpartition(".")[2],
             "path": quoted(buffer),
             "changes": changes,
             "such_as": ("a moving average", "a schedule or a decaying average")[is_scaled],
@@ -202,8 +217,10 @@ def _sum_stops(case: Case) -> Iterator[Found]:
         if growing.names[:2] in stopped or (not stops and growing.term % growing.unit == 0):
             # It has stopped, or loses nothing before the run ends.
             continue
-        fix, code = _Kept.NUMBER, _Kept.ITEM
-        yield found_at(growing, _Kept.WILL_STOP, fix, code, is_mild=not stops, is_inferred=True)
+        buffer = growing.names[-1]
+        fix, code = _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.NUMBER, _Kept.UNCAST.when(buffer) or _Kept.ITEM
+        words = {"path": quoted(buffer)}
+        yield found_at(growing, _Kept.WILL_STOP, fix, code, words, is_mild=not stops, is_inferred=True)
 
 
 class _Flush(Sentences):

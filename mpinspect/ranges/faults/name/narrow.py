@@ -96,8 +96,8 @@ def _nothing_converted(case: Case) -> Iterator[Found]:
 
 class _Wide(Sentences):
     HEAD = (
-        "The head {name!r} computes in {recipe}. Errors of logits enter the loss directly, and published recipes keep the head "
-        "in BF16."
+        "The head {name!r} computes in {recipe}. Errors of the model's output enter the loss directly, and published recipes "
+        "keep the head in BF16."
     )
     ROUTER = (
         "The choice of experts ({names}) is computed in {recipe}. Rounding swaps scores that are close to each other, and "
@@ -116,7 +116,8 @@ class _Wide(Sentences):
 
 
 def _narrow_head(case: Case) -> Iterator[Found]:
-    """A head that computes in FP8 or FP4: a layer that shares its weight with an embedding or is named as heads are.
+    """A head that computes in FP8 or FP4: a layer that makes the model's output, shares its weight with an embedding or is
+    named as heads are.
 
     False alarms: Some trainings keep their quality with a head in FP8.
     """

@@ -16,6 +16,7 @@ from mpinspect.ranges.records import (
     LostSquares,
     MastersOverwritten,
     MastersStale,
+    ParametersCast,
     WeightGrowth,
 )
 from mpinspect.ranges.session import NO_LOST_UPDATES, Event, LostUpdates, OptimizerRecord, TensorKey
@@ -51,6 +52,23 @@ def never_decays(dtype: str, kept: float) -> bool:
 
 
 # -- weights ------------------------------------------------------------------------------------------------------------
+
+
+class _Since(Sentences):
+    CONVERTED = (
+        "Until step {last_before} an optimizer stepped {count:.0f} of the weights in {before:format}: code before step {since} "
+        "converted the model in place, as .bfloat16(), .half() and .to(dtype) do, and an evaluation in 16 bits, such as "
+        "bf16_full_eval of the Transformers' Trainer."
+    )
+
+
+def _converted(case: Case) -> tuple[_Since | None, dict[str, object]]:
+    """Return the sentence on weights that were in a wider dtype for an earlier optimizer, and its words; None without any."""
+    cast = next((each for each in case.recorded(ParametersCast) if each.is_new_optimizer), None)
+    if cast is None:
+        return None, {}
+    words = {"last_before": cast.step - 1, "since": cast.step, "count": cast.count, "before": cast.dtypes[0]}
+    return _Since.CONVERTED, words
 
 
 class _Updates(Sentences):
@@ -121,8 +139,9 @@ def _updates_lost(case: Case) -> Iterator[Found]:
         fix, code = _kept_wide(lost, case)
         says, which = _who_loses(lost, case)
         is_all = _are_all_lost(lost, case)
+        converted, since = _converted(case)
         yield Found(
-            (says, _Updates.ALL.when(is_all)),
+            (says, _Updates.ALL.when(is_all), converted and converted.when(lost.is_fault)),
             {
                 "format": lost.storage,
                 "lost_fraction": lost.fraction,
@@ -134,6 +153,7 @@ def _updates_lost(case: Case) -> Iterator[Found]:
                 "which": which,
                 "worst": [name for name in ordered if told[name].fraction == highest],
                 "sampled": _sampled(case),
+                **since,
             },
             fix,
             code,
@@ -235,7 +255,7 @@ def moments_cannot_decay(case: Case) -> Iterator[Found]:
     for optimizer in _rounding_to_nearest(case):
         for state, dtype in optimizer.states.items():
             if dtype in SIGNIFICAND_BITS and state != optimizer.compensation:
-                yield from _moment(optimizer, state, dtype)
+                yield from _moment(optimizer, state, dtype, case)
 
 
 class _Flushed(Sentences):
@@ -294,7 +314,7 @@ def _rounding_to_nearest(case: Case) -> Iterator[OptimizerRecord]:
     return (optimizer for optimizer in case.precision.optimizers if not optimizer.draws_random)
 
 
-def _moment(optimizer: OptimizerRecord, state: str, dtype: str) -> Iterator[Found]:
+def _moment(optimizer: OptimizerRecord, state: str, dtype: str, case: Case) -> Iterator[Found]:
     kept, bits = optimizer.settings.get(_KEPT.get(state, "")), SIGNIFICAND_BITS[dtype] + 1
     evidence = {"optimizer": optimizer.type, "state": state, "dtype": dtype}
     if kept is None:
@@ -302,10 +322,11 @@ def _moment(optimizer: OptimizerRecord, state: str, dtype: str) -> Iterator[Foun
         yield Found(_Moments.MAY_ONLY_GROW, evidence, words, severity="info", is_inferred=True)
     elif never_decays(dtype, kept):
         is_its_own = set(optimizer.steps) == {"float32"}
+        converted, since = _converted(case)
         yield Found(
-            _Moments.ONLY_GROW,
+            (_Moments.ONLY_GROW, converted),
             {**evidence, "kept": kept, "least_decay": 2.0**-bits},
-            {"bits": bits},
+            {"bits": bits, **since},
             _Moments.FP32_STATES.when(is_its_own) or _Moments.FP32_WEIGHTS,
             _Moments.STATE.when(is_its_own) or FP32Weights.of(dtype),
         )
@@ -516,8 +537,8 @@ FAULTS = (
     ),
     Fault("masters-overwritten", "error", _masters_overwritten, (_Masters,)),
     Fault("masters-stale", "error", _masters_stale, (_Masters,)),
-    Fault("updates-lost", "warning", _updates_lost, (_Updates, FP32Weights)),
+    Fault("updates-lost", "warning", _updates_lost, (_Updates, _Since, FP32Weights)),
     Fault("accumulation-lost", "warning", _accumulation_lost, (_Accumulation, FP32Weights)),
-    Fault("moments-cannot-decay", "warning", moments_cannot_decay, (_Moments, FP32Weights)),
+    Fault("moments-cannot-decay", "warning", moments_cannot_decay, (_Moments, _Since, FP32Weights)),
     Fault("weight-decay-lost", "warning", _weight_decay_lost, (_Decay, FP32Weights)),
 )

@@ -148,13 +148,15 @@ class _Limit(Sentences):
 
 def _limit_of_scaled(case: Case) -> Iterator[Found]:
     """Yield a number that limits scaled gradients, within the backward or after it."""
+    by_place: dict[tuple[str, ...], list[MixedPowers]] = {}
     for mixed in case.recorded(MixedPowers):
         if mixed.text == "limit":
-            operator, line = mixed.names[0].strip("_"), mixed.names[1]
-            words = {"operator": operator, "line": line or "code outside of modules"}
-            says = _Limit.CLAMPED.when(operator.startswith(("clamp", "_foreach_clamp"))) or _Limit.COMPARED
-            fix, code = _Limit.AFTER_UNSCALING, _Unscale.CLIP_VALUE
-            yield Found.of(case, [mixed], says, fix, code, words=words, evidence={"line": line}, layer=mixed.name)
+            by_place.setdefault((mixed.name, *mixed.names[:2]), []).append(mixed)
+    for (name, operator, line), same in by_place.items():
+        words = {"operator": operator.strip("_"), "line": line or "code outside of modules"}
+        says = _Limit.CLAMPED.when(operator.strip("_").startswith(("clamp", "_foreach_clamp"))) or _Limit.COMPARED
+        fix, code = _Limit.AFTER_UNSCALING, _Unscale.CLIP_VALUE
+        yield Found.of(case, same, says, fix, code, words=words, evidence={"line": line}, layer=name)
 
 
 class _TooOften(Sentences):
