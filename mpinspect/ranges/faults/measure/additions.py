@@ -45,12 +45,12 @@ class _RunningSum:
 
     def add(self, before: torch.Tensor, exact: torch.Tensor, value: torch.Tensor) -> None:
         """Add the term and the error of an addition, which made ``value`` of the sum as it was ``before``."""
-        term, off = exact - before.float(), value.float() - exact
+        term, off = exact - before, value - exact
         self.times += 1
+        self.unchanged += float((value == before).count_nonzero()) / value.numel()
+        self.squares += float(term.norm()) ** 2 / value.numel()
         self.terms = term if self.terms is None else self.terms.add_(term)
         self.off = off if self.off is None else self.off.add_(off)
-        self.unchanged += float((value == before).float().mean())
-        self.squares += float(term.square().mean())
 
 
 class Additions:

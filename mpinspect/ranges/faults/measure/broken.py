@@ -120,8 +120,7 @@ class Broken:
             narrow: the dtype that made the infinity.
             describe: makes a record of a class at this line.
         """
-        is_zero = (value == 0) & (twin.abs() >= torch.finfo(value.dtype).tiny)
-        if not self.born or not bool(is_zero.any()):
+        if not self.born or not bool(((value == 0) & (twin.abs() >= torch.finfo(value.dtype).tiny)).any()):
             return
         both = zip(leaves(pending.given[0]), leaves(pending.arguments[0]), strict=True)
         divisors = [each.isinf() & exact.isfinite() for each, exact in both if has_numbers(each) and has_numbers(exact)]
