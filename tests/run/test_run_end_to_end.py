@@ -232,7 +232,9 @@ def test_a_gradient_that_breaks_is_named_while_it_happens(tmp_path):
         for key, value in inspected.weights.items()
     ]
     assert all(nan_equal)
-    assert re.search(r"^mpinspect: step 12, backward, 'blocks\.1' \(Block\),", inspected.err, re.MULTILINE), inspected.err
+    assert re.search(r"^mpinspect: step 12, backward, 'blocks\.1' \(Block\),", inspected.err, re.MULTILINE), (
+        inspected.err
+    )
     event = inspected.session("Network").events[0]
     assert (event.step, event.phase, event.module) == (12, "backward", "blocks.1")
 
