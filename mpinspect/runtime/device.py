@@ -79,16 +79,22 @@ def current_stream(device: torch.device) -> Any:
         return None
     if module is not torch.cuda or index is None:
         return module.current_stream(device)
-    found = index, torch._C._cuda_getCurrentRawStream(index)
+    found = index, raw_stream(index)
     if found not in _streams:
         _streams[found] = module.current_stream(device)
     return _streams[found]
 
 
+def raw_stream(index: int) -> int:
+    """Return the address of the current stream of the CUDA device with this index. Private in torch; seen in 2.11 and 2.15."""
+    found: int = torch._C._cuda_getCurrentRawStream(index)
+    return found
+
+
 def stream_key(device: torch.device) -> object:
     """Return a key that identifies the current stream of a device; None for a device without streams."""
     if _module(device) is torch.cuda:
-        return torch._C._cuda_getCurrentRawStream(device.index)
+        return raw_stream(device.index)
     return getattr(current_stream(device), "stream_id", None)
 
 

@@ -1466,6 +1466,24 @@ def test_rare_outliers_whose_steps_a_scaler_skips_are_a_warning(steps, severity)
     assert (finding.severity, finding.evidence["rows"], finding.step) == (severity, ["3"], 5)
 
 
+@pytest.mark.parametrize(
+    ("broken", "further"), [((5,), None), ((5, 9), "1 further step"), (range(2, 40), "7 further steps")]
+)
+def test_only_steps_whose_batches_had_outliers_count_as_further_ones(broken, further):
+    def batch_of(step, x):
+        if step in broken:
+            x[3, 2] = 1e5
+        return x
+
+    # Without a scaler the first one breaks the weights, and so all steps after it.
+    scaler = None if further is None else 4.0
+    (finding,) = named(
+        train(mlp(), steps=40, scaler=scaler, batch_of=batch_of, autocast=torch.float16), "batch-beyond-float16"
+    )
+    assert ("further" in finding.message) == (further is not None)
+    assert further is None or f"at least {further}" in finding.message
+
+
 def test_for_a_row_of_zeros_in_fp32_no_cast_to_fp32_is_advised():
     (finding,) = named(zero_row(True), "zero-row-normalized")
     assert "FP" not in finding.fix

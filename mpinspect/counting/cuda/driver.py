@@ -13,6 +13,7 @@ from functools import cache
 import torch
 
 from mpinspect.counting.cuda import compiling
+from mpinspect.runtime.device import raw_stream
 
 #: The most tensors in one launch, and the threads of a block: ENTRIES and THREADS of ``kernels.cu``.
 ENTRIES, _THREADS = 168, 256
@@ -107,7 +108,7 @@ class Gpu:
         Raises:
             OSError, RuntimeError: the kernel could not be compiled, loaded or launched.
         """
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = raw_stream(self._index)
         # A thread may have no current context, or another device's.
         self._check(self._cuda.cuCtxPushCurrent_v2(self._context))
         try:

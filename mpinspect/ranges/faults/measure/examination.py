@@ -115,8 +115,8 @@ class Examination(Measuring):
         #: references.
         self._inputs: list[tuple[str, weakref.ref[torch.Tensor]]] = []
         self._graphless: list[tuple[str, weakref.ref[torch.Tensor], weakref.ref[torch.Tensor]]] = []
-        #: The last step whose inputs were searched for values that FP16 can't hold.
-        self._searched = -1
+        #: The last step whose inputs were searched for values that FP16 can't hold, and the number of steps that had some.
+        self._searched, self._outliers = -1, 0
         self._made: set[int] = set()
         #: The tensors that were the only input of a call: a mask never is.
         self._alone: set[int] = set()
@@ -354,15 +354,21 @@ class Examination(Measuring):
         return None
 
     def _tell_outliers(self, step: int) -> None:
-        """Record the finite values of the batch that FP16 can't hold, in the innermost module that was given them, once."""
-        searched, self._searched = self._searched, step
-        for path, given in self._inputs if searched != step else ():
+        """Record the finite values of the batch that FP16 can't hold, in the innermost module that was given them.
+
+        Once a step, and in a few steps. Waits for the device.
+        """
+        if self._searched == step or self._outliers == MOST_ROWS:
+            return
+        self._searched = step
+        for path, given in self._inputs:
             tensor = given()
             if not is_plain(tensor) or self._is_of_a_model(tensor):
                 continue
             magnitudes = tensor.abs()
             beyond = (magnitudes >= _OVERFLOW) & magnitudes.isfinite()
             if bool(beyond.any()):
+                self._outliers += 1
                 largest = float(magnitudes[beyond].max())
                 self._tell_examined(
                     ExaminedOutliers, step, int(beyond.sum()), Rows.where(beyond), name=path, largest=largest

@@ -192,7 +192,7 @@ class _Outliers(Sentences):
         "In step {step} the batch holds values up to {largest:.3g}{places}, beyond FP16's maximum of 65504: the cast to FP16 in "
         "{module} makes infinities of them."
     )
-    AGAIN = "So it is in {further:count further step}."
+    AGAIN = "It is so in at least {further:count further step}."
     LEAVE_OUT = (
         "Standardise or clamp the model's input, or leave out such samples before they reach the model. No loss scale repairs a "
         "forward."
@@ -211,7 +211,8 @@ def _batch_beyond_float16(case: Case) -> Iterator[Found]:
 
     False alarms: It is a warning where a scaler skipped such steps, and they were at most 2% of the run.
     """
-    steps = {event.step for event in case.events if event.phase == "forward" and event.forward_finite is False}
+    broken = {event.step for event in case.events if event.phase == "forward" and event.forward_finite is False}
+    further = len({each.step for each in case.recorded(ExaminedOutliers)}) - 1
     for measured in case.recorded(ExaminedOutliers):
         event = _event_at(case, measured.step)
         is_cast = event is not None and (event.phase, event.module) == ("forward", measured.name)
@@ -220,11 +221,11 @@ def _batch_beyond_float16(case: Case) -> Iterator[Found]:
         yield _examined(
             case,
             measured,
-            [_Outliers.BEYOND, _Outliers.AGAIN.when(len(steps) > 1)],
+            [_Outliers.BEYOND, _Outliers.AGAIN.when(further)],
             _Outliers.LEAVE_OUT,
             _Outliers.GOOD,
-            {"module": module_named(measured.name), "largest": measured.largest, "further": len(steps) - 1},
-            is_mild=bool(event.skipped) and len(steps) <= _RARE * case.progress.steps,
+            {"module": module_named(measured.name), "largest": measured.largest, "further": further},
+            is_mild=bool(event.skipped) and len(broken) <= _RARE * case.progress.steps,
         )
         return
 
