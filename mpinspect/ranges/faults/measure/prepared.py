@@ -25,7 +25,7 @@ from mpinspect.runtime.outputs import leaves
 
 #: Bytes of twins, seconds of ours, and operators of any dtype, after which nothing more is computed twice. A dispatch mode alone
 #: makes a small operator some ten times as slow.
-_MOST_BYTES, _MOST_SECONDS, _MOST_OPERATORS = 256 << 20, 3.0, 30_000
+_MOST_BYTES, _MOST_SECONDS, _MOST_OPERATORS = 256 << 20, 3.0, 20_000
 #: The least error of a tensor, relative to its norm. Rounding once makes at most 2^-9 in BF16.
 _LEAST = 0.05
 #: The least share of whole numbers that a cast changes.

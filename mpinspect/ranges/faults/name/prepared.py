@@ -39,8 +39,10 @@ def _is_inexact(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` in a process that trains alone, until the first step or the first ``torch.compile``.
 
-    False alarms: A tensor that the training does not use is reported if it still exists. Whole numbers that a cast
-    changes and an error below 10% are warnings.
+    It is an error if elements are infinite or NaN, and information if the tensor is off by less than 10%.
+
+    False alarms: A tensor that the training does not use is reported if it still exists. Features that are off by a constant may
+    train as well.
     """
     for prepared in case.recorded(PreparedError):
         says, fix, code = _Prepared.OFF, _Prepared.IN_FP32, _Prepared.CODE
@@ -48,15 +50,25 @@ def _is_inexact(case: Case) -> Iterator[Found]:
             says = _Prepared.BREAKS
         elif prepared.changed:
             says, fix, code = _Prepared.ROUNDED, _Prepared.IN_INTEGERS, _Prepared.INTEGERS
-        is_mild = not prepared.broken and prepared.error < MATTERS
+        is_mild = says is _Prepared.OFF and prepared.error < MATTERS
         words = {"of": int(prepared.elements), "most": 2.0 ** SIGNIFICAND_BITS[prepared.text]}
-        yield found_at(prepared, says, fix, code, words, operator=prepared.names[0], is_mild=is_mild, step=None)
+        yield found_at(
+            prepared,
+            says,
+            fix,
+            code,
+            words,
+            operator=prepared.names[0],
+            is_grave=prepared.broken > 0,
+            is_mild=is_mild,
+            step=None,
+        )
 
 
 FAULTS = (
     Fault(
         "prepared-in-16-bits",
-        "error",
+        "warning",
         _is_inexact,
         (_Prepared,),
         (*OF_FORWARD, "batch-not-finite", "breaks-in-fp32-too"),
