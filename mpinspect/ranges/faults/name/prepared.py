@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case
+from mpinspect.numeric.formats import FORMATS
+from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.operators import MATTERS, found_at
@@ -51,7 +52,7 @@ def _is_inexact(case: Case) -> Iterator[Found]:
         elif prepared.changed:
             says, fix, code = _Prepared.ROUNDED, _Prepared.IN_INTEGERS, _Prepared.INTEGERS
         is_mild = says is _Prepared.OFF and prepared.error < MATTERS
-        words = {"of": int(prepared.elements), "most": 2.0 ** SIGNIFICAND_BITS[prepared.text]}
+        words = {"of": int(prepared.elements), "most": 2.0 ** (FORMATS[prepared.text].mantissa_bits + 1)}
         yield found_at(
             prepared,
             says,
