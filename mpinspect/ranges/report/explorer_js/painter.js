@@ -71,6 +71,11 @@ export class Painter {
     return ((exponent - this.ends[0]) / (this.ends[1] - this.ends[0])) * this.width;
   }
 
+  /** Whether the middle of a layer's values lies in the left half. @param {any} found its figures */
+  isLeft(found) {
+    return Boolean(found?.all) && this.place(found.h.min + found.h.counts.length / 2) < this.width / 2;
+  }
+
   /** The exponent at a distance from the left. @param {number} pixels */
   exponentAt(pixels) {
     return this.ends[0] + (pixels / this.width) * (this.ends[1] - this.ends[0]);
