@@ -251,8 +251,8 @@ def _verdicts(report: KernelReport) -> Tables:
         Column("time"),
         Column("verdict", is_left=True),
         Column("", is_left=True, priority=1),
-        Column("kernels"),
-        Column("of products"),
+        Column("kernels", priority=1),
+        Column("of products", priority=1),
     )
     return table(columns, _verdict_rows(report))
 

@@ -18,7 +18,7 @@ from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIG
 from mpinspect.ranges.report.place import code_of, is_of, line_of, phase_of
 from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import class_beside, filled, format_name, steps_named
+from mpinspect.reporting.words import filled, format_name, steps_named
 
 #: The whole run, in place of one of its blocks.
 WHOLE = -1
@@ -230,8 +230,7 @@ def _in_module(
     kind, near, is_own = _nearest(module, "", module, layers, watched)
     if is_own:
         return Culprit(kind, near, said=said, step=step)
-    known = (class_beside(each.module, each.module_type) for each in watched if module in (each.name, each.module))
-    return Culprit(kind, (), near, module + next(known, ""), said, step=step, words=_NEXT_TO_IT)
+    return Culprit(kind, (), near, module, said, step=step, words=_NEXT_TO_IT)
 
 
 def _of_event(
