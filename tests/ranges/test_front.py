@@ -65,8 +65,8 @@ def test_a_headline_names_all_models_of_which_it_is_true() -> None:
     two = tuple(replace(part, name=name) for name in ("Actor", "Critic") for part in found_in("blocks.0.fc2").parts)
     other = replace(two[1], ranges=found_in("blocks.1.fc2").parts[0].ranges)
     for shown, headline_shown in (
-        (two, "Actor, Critic: In 'blocks.0.fc2'"),
-        ((two[0], other), "Actor: In 'blocks.0.fc2'"),
+        (two, "Actor, Critic: Clip before unscale: in 'blocks.0.fc2'"),
+        ((two[0], other), "Actor: Clip before unscale: in 'blocks.0.fc2'"),
     ):
         panel = part(render(replace(report, parts=shown), ".html"), "section", "panel")
         assert headline_shown in " ".join(panel.split())
@@ -918,36 +918,38 @@ def test_the_headline_says_where_and_when_it_began():
         return began(replace(of, findings=(found, *of.findings))).headline
 
     assert began(report) == ("", "")
-    assert headline_of(finding) == "In 'blocks.0.fc2', first seen in step 1,200"
-    assert headline_of(replace(finding, layer="")) == "In the training loop, first seen in step 1,200"
-    assert headline_of(replace(finding, step=None)) == "In 'blocks.0.fc2', throughout the run"
-    assert headline_of(replace(finding, layer="", step=None)) == "In the training loop, throughout the run"
+    assert headline_of(finding) == "Scale too low: worst in 'blocks.0.fc2', first in step 1,200"
+    assert headline_of(replace(finding, layer="")) == "Scale too low: in the training loop, first in step 1,200"
+    assert headline_of(replace(finding, step=None)) == "Scale too low: worst in 'blocks.0.fc2', throughout the run"
+    assert (
+        headline_of(replace(finding, layer="", step=None)) == "Scale too low: in the training loop, throughout the run"
+    )
     line, operator = {"line": "train.py:9"}, {"line": "train.py:9", "operator": "_to_copy", "phase": "forward"}
-    assert headline_of(replace(finding, layer="", evidence=line)) == "In train.py:9, first seen in step 1,200"
+    assert headline_of(replace(finding, layer="", evidence=line)) == "Scale too low: in train.py:9, first in step 1,200"
     in_both = replace(finding, evidence=line)
-    assert headline_of(in_both) == "In 'blocks.0.fc2', train.py:9, first seen in step 1,200"
+    assert headline_of(in_both) == "Scale too low: worst in 'blocks.0.fc2', train.py:9, first in step 1,200"
     with_operator = replace(finding, evidence=operator)
     assert headline_of(with_operator) == (
-        "In the forward of 'blocks.0.fc2', train.py:9: a cast, first seen in step 1,200"
+        "Scale too low: worst in 'blocks.0.fc2', train.py:9: a cast, first in step 1,200"
     )
+    in_backward = replace(with_operator, id="scale-too-high", evidence={**operator, "phase": "backward"})
+    assert "high: in the backward of 'blocks.0.fc2', train.py:9: a cast, " in headline_of(in_backward)
     # Code outside of modules may be the loop's, for which the phase says nothing.
-    assert headline_of(replace(with_operator, layer="")) == "In train.py:9: a cast, first seen in step 1,200"
+    assert headline_of(replace(with_operator, layer="")) == "Scale too low: in train.py:9: a cast, first in step 1,200"
     assert headline_of(replace(finding, id="masters-stale", layer="")) == (
-        "In the master weights, first seen in step 1,200"
+        "Masters stale: in the master weights, first in step 1,200"
     )
     # The alarm beside an event's own place does not repeat it.
     of_event = analyse(broken())
-    assert began(of_event) == ("In 'blocks.1.fc1'", "step 5, forward, first NaN")
-    assert headline_of(finding, of_event) == (
-        "The gravest finding is another one, in 'blocks.0.fc2', first seen in step 1,200"
-    )
+    assert began(of_event) == ("Non-finite event: in 'blocks.1.fc1'", "step 5, forward, first NaN")
+    assert headline_of(finding, of_event) == headline_of(finding)
     earlier = replace(finding, id="weights-exploded", severity="error", step=2)
-    assert headline_of(earlier, of_event) == "It began in step 2, in 'blocks.0.fc2'"
+    assert headline_of(earlier, of_event) == "Weights exploded: in 'blocks.0.fc2', first in step 2"
     own = replace(with_operator, layer="blocks.1.fc1", severity="error", step=5)
-    expected = ("In 'blocks.1.fc1', train.py:9: a cast", "step 5, forward, first NaN")
+    expected = ("Scale too low: in 'blocks.1.fc1', train.py:9: a cast", "step 5, forward, first NaN")
     assert began(replace(of_event, findings=(own,))) == expected
     elsewhere = replace(finding, severity="error", step=5, evidence=line)
-    assert began(replace(of_event, findings=(elsewhere,))) == ("In train.py:9", "")
+    assert began(replace(of_event, findings=(elsewhere,))) == ("Scale too low: in train.py:9", "")
 
 
 def test_the_first_screen_names_the_operator_once_and_the_phase_at_the_row(browser: Any, tmp_path: Path) -> None:  # noqa: F811

@@ -1,4 +1,4 @@
-"""Names the place where the trouble began, in one form: the module, the line of the script, the operator, and the phase."""
+"""Names the cause of the trouble and its place, in one form: the module, the line of the script and the operator."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import filled, upper_first
 
 #: The ids of findings on many layers, which name the worst.
-_OF_WORST = frozenset({"updates-lost", "gradients-flushed"})
+_OF_WORST = frozenset(
+    {"updates-lost", "gradients-flushed", "gradients-already-flushed", "scale-too-low", "scale-unknown"}
+)
 
 
 class Began(NamedTuple):
     """Where and when the trouble began.
 
     Args:
-        headline: the place of the gravest finding, with the step unless ``alarm`` has it; "" without such a finding.
-        alarm: the event that broke the run without its place, if that is the headline's; else "".
+        headline: the gravest finding's cause and place, and its step unless it is that of the event; "" without such a finding.
+        alarm: the event that broke the run without its place, if the headline has that place; else "".
     """
 
     headline: str = ""
@@ -58,17 +60,24 @@ def began(report: RangeReport) -> Began:
     finding, event = next((each for each in report.findings if each.is_alarm), None), what_broke(report)
     if finding is None and event is None:
         return Began()
+    cause = in_words("non-finite-event" if finding is None else finding.id)
     name = report.session.with_classes
-    if event is not None and (finding is None or is_of(finding, event)):
+    if event is not None and (finding is None or _is_cause(finding, event)):
         place, is_own = _of_event(event, finding)
-        return Began(name(f"In {place}"), first_line(event, with_place=False) if is_own else "")
+        return Began(name(f"{cause}: in {place}"), first_line(event, with_place=False) if is_own else "")
     assert finding is not None
-    when, place = filled("first seen in step {:,}", finding.step), name(_place(finding))
-    if event is not None and explains_events(finding) and (finding.step or 0) < event.step:
-        return Began(", ".join(filter(None, (f"It began in step {finding.step:,}", place))))
-    if event is not None:
-        return Began(", ".join(filter(None, ("The gravest finding is another one", place, when))))
-    return Began(upper_first(", ".join(filter(None, (place, when or "throughout the run")))))
+    when = filled("first in step {:,}", finding.step) or "throughout the run"
+    return Began(f"{cause}: {', '.join(filter(None, (name(_place(finding)), when)))}")
+
+
+def in_words(id: str) -> str:
+    """Return the id of a finding as words: "Mask hides whole row"."""
+    return upper_first(id.replace("-", " ").replace("non finite", "non-finite"))
+
+
+def _is_cause(finding: Finding, event: Event) -> bool:
+    """Return whether a finding is the cause of an event, or about the event itself."""
+    return is_of(finding, event) and (finding.step is not None or explains_events(finding))
 
 
 def _of_event(event: Event, finding: Finding | None) -> tuple[str, bool]:
@@ -86,8 +95,8 @@ def _of_event(event: Event, finding: Finding | None) -> tuple[str, bool]:
 
 
 def _place(finding: Finding) -> str:
-    """Return a finding's place, after a preposition."""
-    phase = filled("the {} of ", phase_of(finding))
-    preposition = "worst in" if finding.id in _OF_WORST else "in"
+    """Return a finding's place, after a preposition. A forward is not named: most operators run there."""
+    phase = filled("the {} of ", phase_of(finding).replace("forward", ""))
+    preposition = "worst in" if finding.id in _OF_WORST and finding.layer else "in"
     module = finding.layer and f"{phase}{module_named(finding.layer)}"
     return filled(f"{preposition} {{}}", ", ".join(filter(None, (module, code_of(finding)))) or part_of(finding))
