@@ -68,7 +68,8 @@ overflow-wrap:anywhere}
 .mpinspect .finding p{color:var(--ink);margin:.15em 0}.mpinspect .finding .id{font-weight:600;margin-left:.5em;color:var(--ink)}
 .mpinspect .finding .fix::before{content:"Fix: ";font-weight:600}
 .mpinspect pre{background:var(--raised);border:1px solid var(--line);padding:.5em .8em;margin:.4em 0;overflow-x:auto;
-max-width:60em;font:.92em/1.45 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;color:var(--ink);white-space:pre-wrap}
+max-width:60em;font:.92em/1.45 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;color:var(--ink);white-space:pre-wrap;
+overflow-wrap:normal}
 .mpinspect pre .comment{color:var(--soft)}
 .mpinspect pre span{display:inline-block;width:100%;box-sizing:border-box;padding-left:2ch;text-indent:-2ch}
 .mpinspect .scroll{overflow-x:auto;margin:.4em 0}

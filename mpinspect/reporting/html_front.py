@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import html
-import re
 from collections.abc import Callable, Iterator
 
 from mpinspect.reporting.document import Block, Document, Front, Listed, Tab
 from mpinspect.reporting.finding import SEVERITIES_EXPLAINED, in_counts, inferred
 from mpinspect.reporting.words import filled
-
-#: The punctuation after which a line of code may wrap: not within a name or a number.
-_BREAKS, _WITH_BREAK = re.compile(r"[(\[](?![)\]])|,|\.(?=[A-Za-z_])"), r"\g<0><wbr>"
 
 STYLE = """
 .mpinspect.front{padding:0}
@@ -188,10 +184,7 @@ def _listed(listed: Listed, escape: Escape) -> Iterator[str]:
 
 
 def code_block(code: str) -> str:
-    """Return code as HTML. Each line is an element: it wraps after punctuation, indented, and is not taken for two lines."""
+    """Return code as HTML. Each line is an element: it wraps between words, indented, and is not taken for two lines."""
     escaped = (html.escape(line, quote=False) for line in code.split("\n"))
-    lines = "\n".join(
-        f"<span{' class=comment' * line.lstrip().startswith('#')}>{_BREAKS.sub(_WITH_BREAK, line)}</span>"
-        for line in escaped
-    )
+    lines = "\n".join(f"<span{' class=comment' * line.lstrip().startswith('#')}>{line}</span>" for line in escaped)
     return f"<pre>{lines}</pre>"

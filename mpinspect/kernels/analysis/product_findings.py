@@ -33,7 +33,7 @@ _FIXES = {
 }
 #: The fix as code, by the cause's id.
 _CODES = {
-    "tf32-off-cuBLAS": 'torch.set_float32_matmul_precision("high")',
+    "tf32-off-cuBLAS": 'torch.set_float32_matmul_precision(\n    "high",\n)',
     "tf32-off-cuDNN": "torch.backends.cudnn.allow_tf32 = True\ntorch.backends.cudnn.benchmark = True",
     "tf32-not-chosen-cuDNN": "torch.backends.cudnn.benchmark = True\nmodel = model.to(memory_format=torch.channels_last)",
 }
@@ -62,8 +62,8 @@ def _unused(report: KernelReport) -> Iterator[Finding]:
         "tensor-cores-unused",
         grave,
         "",
-        f"No kernel ran on Tensor Cores: {number_of(off, 'kernel')} of matrix products, {percent(_of_all(report))} of all "
-        f"kernel time, and {by_number(off, 'that', 'every one')} on CUDA cores{why}.",
+        f"No kernel ran on Tensor Cores: {number_of(off, 'kernel')} of matrix products, {percent(_of_all(report))} of the "
+        f"{duration(report.shares.kernel_time_us)} of kernel time, and {by_number(off, 'that', 'every one')} on CUDA cores{why}.",
         {"calls": off, "time_us": shares.verdict_time_us["off"], "fraction": _of_all(report)},
         fix,
         _CODES.get(cause, ""),

@@ -101,7 +101,8 @@ def _verdict(report: KernelReport) -> Iterator[Line]:
         about = "~" * bool(finding.evidence.get("saved_us"))
         tone: Tone = "error" if finding.severity == SEVERITIES[-1] else "warning"
         yield Line(
-            f"{upper_first(finding.severity)}: {about}{percent(time / span)} of the time is lost ({finding.id}).", tone
+            f"{upper_first(finding.severity)}: {about}{percent(time / span)} of {duration(span)} is lost ({finding.id}).",
+            tone,
         )
 
 
@@ -163,7 +164,8 @@ def _cost_words(report: KernelReport, finding: Finding) -> str:
     """Return a finding's share of the time in words; "" if it costs none."""
     found, span = _costs(report)
     time = next((time for each, time in found if each is finding), 0.0)
-    return f"{'~' * bool(finding.evidence.get('saved_us'))}{percent(time / span)} of the time" if time else ""
+    about = "saves ~" if finding.evidence.get("saved_us") else ""
+    return f"{about}{percent(time / span)} of {duration(span)}" if time else ""
 
 
 def _whole_us(report: KernelReport) -> float:
@@ -186,7 +188,7 @@ def _headline(report: KernelReport) -> str:
     on = "No matrix product ran"
     if used is not None:
         on = f"{next(figures(report.shares))[0]} of the matrix products' time is on Tensor Cores"
-    return f"{on}; the GPU is idle {share_words(idle)} of the time."
+    return f"{on}; the GPU is idle {share_words(idle)} of {duration(report.limits.span_us)}."
 
 
 def _totals(report: KernelReport) -> Iterator[str]:
@@ -213,8 +215,9 @@ def _bar_column(report: KernelReport, meaning: str = "") -> Column:
     return Column(f"of {duration(_whole_us(report))}", is_left=True, meaning=meaning)
 
 
-def _bar(report: KernelReport, time_us: float, longest_us: float, tone: Tone) -> Cell:
-    return Cell(percent(time_us / _whole_us(report)), tone or "dim", bar=time_us / (longest_us or 1.0))
+def _bar(report: KernelReport, time_us: float, tone: Tone) -> Cell:
+    part = time_us / _whole_us(report)
+    return Cell(percent(part), tone or "dim", bar=part)
 
 
 def figures(shares: Shares) -> Iterator[tuple[str, str]]:
@@ -275,10 +278,9 @@ def _verdict_rows(report: KernelReport) -> Iterator[list[str | Cell]]:
         words = share_words(of_products) if verdict in PRODUCTS else NOT_APPLICABLE
         rows.append((shares.verdict_time_us[verdict], cell, _MEANINGS[verdict], f"{calls:,}", words))
     rows.append((limits.copies_us, Cell("copies"), "copies and memsets", NOT_APPLICABLE, NOT_APPLICABLE))
-    longest = max(time for time, *_ in rows)
     for time, verdict_shown, *others in rows:
         if time > 0:
-            yield [_bar(report, time, longest, verdict_shown.tone), duration(time), verdict_shown, *others]
+            yield [_bar(report, time, verdict_shown.tone), duration(time), verdict_shown, *others]
 
 
 # -- losses, kernels, modules, traces -------------------------------------------------------------------------------
@@ -331,16 +333,15 @@ def _names(report: KernelReport) -> Tables:
         Column("kernel", is_name=True, cut="middle"),
     )
     names, to_do = report.by_name, _to_do(report)
-    longest = max(row.time_us for row in names)
-    rows = [_name_cells(report, row, longest, is_to_do=row.name in to_do) for row in names[: most(ROWS, len(names))]]
+    rows = [_name_cells(report, row, is_to_do=row.name in to_do) for row in names[: most(ROWS, len(names))]]
     return table(columns, rows, limit=ROWS, total=len(names))
 
 
-def _name_cells(report: KernelReport, row: NameRow, longest_us: float, *, is_to_do: bool) -> list[str | Cell]:
+def _name_cells(report: KernelReport, row: NameRow, *, is_to_do: bool) -> list[str | Cell]:
     doubt = (row.reason,) if row.verdict in ("degraded", "unknown") else ()
     name = Cell(shortened(clean_name(row.name), _NAME, "middle"), notes=doubt)
     verdict = verdict_cell(row.verdict, is_to_do=is_to_do)
-    bar = _bar(report, row.time_us, longest_us, verdict.tone)
+    bar = _bar(report, row.time_us, verdict.tone)
     return [bar, duration(row.time_us), verdict, f"{row.calls:,}", _rate(row.tflops), name]
 
 

@@ -8,8 +8,8 @@ from mpinspect.ranges.analysis.comparison import LayerChange, Parting, RangeDiff
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.parting import LEAST_BEYOND
-from mpinspect.ranges.analysis.report import RangeReport, Verdict
-from mpinspect.ranges.faults.registry import what_broke
+from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.faults.registry import depends_on_scale, what_broke
 from mpinspect.ranges.kinds import kind_named, phrase
 from mpinspect.ranges.report.document import change_blocks
 from mpinspect.ranges.report.explorer import Mapped, has_map, widget
@@ -165,19 +165,21 @@ def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
     """
     first, second = diff.first.verdict, diff.second.verdict
     if second.healthy is False and (trouble(diff) or any(finding.is_alarm for finding in diff.new)):
-        yield from _change(diff, second, "B", above)
+        yield from _change(diff, diff.second, "B", above)
     elif first.healthy is False and second.healthy is not False:
         if not _settings_of_broken(diff):
             yield Line("B has no such finding. Settings that differ: none that was recorded.")
-        yield from _change(diff, first, "A", above)
+        yield from _change(diff, diff.first, "A", above)
 
 
-def _change(diff: RangeDiff, verdict: Verdict, name: str, above: str) -> Iterator[Block]:
-    for sentence in verdict.sentences:
+def _change(diff: RangeDiff, run: RangeReport, name: str, above: str) -> Iterator[Block]:
+    for sentence in run.verdict.sentences:
         if sentence.partition(": ")[2].rstrip(".") not in above:
             yield Line(f"{name}: {sentence}", "lead")
-    if not _undoes(diff):
-        yield from change_blocks(verdict, f" in {name}")
+    gravest = next((finding for finding in run.findings if finding.is_alarm), None)
+    # A loss scale's setting is undone as its finding says.
+    if not _undoes(diff) or (gravest is not None and depends_on_scale(gravest, None)):
+        yield from change_blocks(run.verdict, f" in {name}")
 
 
 def _parting(diff: RangeDiff) -> str:

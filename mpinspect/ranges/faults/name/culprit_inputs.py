@@ -389,7 +389,7 @@ class _ArgumentCode(Sentences):
         "    # distances: torch.cdist(a, b)"
     )
     PACK_WIDER = "# in the pack hook of\n# torch.autograd.graph.saved_tensors_hooks\npacked = tensor.to(torch.bfloat16)"
-    LOG_SOFTMAX = "log_p = torch.log_softmax(logits, -1)"
+    LOG_SOFTMAX = "y = torch.log_softmax(logits, -1)  # log(x)\nz = g(y)"
     LOG = "# a clamped element gets no gradient\ny = x{cast}.clamp_min(1e-6).log()"
     SQRT = "y = (x{cast} + 1e-12).sqrt()"
     RSQRT = "y = (x{cast} + 1e-12).rsqrt()"
@@ -474,6 +474,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             words,
             {"operator": measured.text, "line": line},
             is_mild=event is None,
+            operator="log" * (fix is _Argument.LOG_SOFTMAX),
             before=[difference, line, *further],
         )
         return

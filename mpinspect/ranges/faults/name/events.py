@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, SHORTEST_GROWTH_INTERVAL
 from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.analysis.report import LossScaleAdvice
-from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.name.case import Case, LayerInFP32
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, loss_made_by, period, where_to_inspect
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
@@ -186,6 +186,7 @@ class _Forward(Sentences):
         "only halves the scale."
     )
     NO_SCALE_HELPS = "No loss scale repairs a forward."
+    NAME_OPERATOR = "Inspector(model, second=[{step}]) computes that step twice and names the operator."
 
 
 def _forward(events: Sequence[Event], session: Session) -> Found:
@@ -194,6 +195,7 @@ def _forward(events: Sequence[Event], session: Session) -> Found:
     skipped = len({event.step for event in events if event.skipped})
     when = _steps(len(steps), first.step)
     inspect, words = where_to_inspect(first, session)
+    is_too_large = inspect is Inspect.MODULE_IN_FP16 and bool(first.module) and not first.after
     return Found(
         (_Forward.BROKE, _Forward.BACKED_OFF.when(skipped)),
         {**_evidence(first), "steps": len(steps), "skipped_steps": skipped},
@@ -206,7 +208,8 @@ def _forward(events: Sequence[Event], session: Session) -> Found:
             "made_by": loss_made_by(first, session),
             "cause": bracketed(first.explanation),
         },
-        (inspect, _Forward.NO_SCALE_HELPS),
+        (inspect, _Forward.NO_SCALE_HELPS, _Forward.NAME_OPERATOR.when(is_too_large)),
+        LayerInFP32.of(session.precision) if is_too_large else (),
         layer=first.module,
         step=first.step,
     )
@@ -471,6 +474,8 @@ def _unwatched_skips(case: Case) -> Iterator[Found]:
 
 
 FAULTS = (
-    Fault("non-finite-event", "error", _non_finite, (_Left, _Harmless, _Forward, Inspect, _Backward, _Counts)),
+    Fault(
+        "non-finite-event", "error", _non_finite, (_Left, _Harmless, _Forward, Inspect, LayerInFP32, _Backward, _Counts)
+    ),
     Fault("unwatched-skips", "warning", _unwatched_skips, (_Unwatched,)),
 )

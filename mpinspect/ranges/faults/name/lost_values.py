@@ -84,7 +84,12 @@ class _Absorbed(Sentences):
     SUM_IN_FP32 = "Keep the running sum in FP32, and add FP32 terms to it."
     ZERO_IN_FP32 = "# once\ntotal = total.float()\n# in the loop\ntotal = total + term.float()"
     STREAM_IN_FP32 = "Keep the larger operand, such as a residual stream or a running sum, in FP32, and add in FP32."
-    CAST = "# once, before the blocks\nx = x.float()\n# in each block\nx = x + block(x.to(torch.{dtype})).float()"
+    CAST = (
+        "# once, before the blocks\n"
+        "x = x.float()\n"
+        "# at the addition in each block\n"
+        "x = x + branch(x.to(torch.{dtype})).float()"
+    )
 
 
 def _addition_changes_nothing(case: Case) -> Iterator[Found]:

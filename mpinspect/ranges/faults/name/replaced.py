@@ -211,7 +211,7 @@ class _Beside(Sentences):
         "each update is made twice, and no scaler checks the second one."
     )
     REMOVE = "Remove optimizer.step(): scaler.step(optimizer) calls it, unless the gradients hold infinities or NaNs."
-    STEP_ONCE = "scaler.step(optimizer)\n# no optimizer.step()\nscaler.update()"
+    DELETE = "# delete this line{bare}"
 
 
 def _stepped_beside_scaler(case: Case) -> Iterator[Found]:
@@ -231,8 +231,8 @@ def _stepped_beside_scaler(case: Case) -> Iterator[Found]:
         skipped or found,
         _Beside.AFTER_SKIPPED.when(skipped) or _Beside.TWICE,
         _Beside.REMOVE,
-        _Beside.STEP_ONCE,
-        words={"at_line": bracketed(line)},
+        _Beside.DELETE,
+        words={"at_line": bracketed(line), "bare": "" if case.session.source_of(line) else ": optimizer.step()"},
         evidence={"line": line, "names": []},
         is_grave=bool(skipped),
     )

@@ -373,8 +373,7 @@ class _Low(Sentences):
     )
     PROBABLY_TOO_SMALL = (
         "The loss scale, {loss_scale:scale}, is probably too small: FP16 flushes too much of {tensor}, judging by the many "
-        "values just above the smallest that it holds; {lowest:scale} would preserve all but 1% of the sum of magnitudes, "
-        "however much was flushed."
+        "values just above the smallest that it holds."
     )
     SCALE_BY = "Scale by {wanted:scale}, or begin with it in a dynamic scaler."
     ZEROS = "The gradients of {zeros:some 3} were all zero: a large scale serves them best."
