@@ -64,7 +64,7 @@ def test_a_broken_run_opens_at_the_last_healthy_step_before_the_event_and_at_tha
         shown = opened(broken(step))
         assert (shown["format"], shown["block"], shown["scale"]) == ("float16", step - 1, scale)
         assert (shown["said"], shown["step"]) == (f"first NaN: step {step}, forward", step)
-        assert f"step {step - 1}, the last healthy sample before step {step}." in shown["words"]
+        assert f"step {step - 1}, the last counted sample before step {step}." in shown["words"]
 
 
 def test_steps_whose_culprit_was_already_not_finite_are_not_healthy():

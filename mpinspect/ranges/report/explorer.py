@@ -18,6 +18,7 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FORMATS, FloatFormat
 from mpinspect.ranges.analysis.evidence import own_scale
 from mpinspect.ranges.analysis.layer_report import LayerReport
+from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.kinds import TABLE, UPDATE
@@ -150,6 +151,7 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         },
         # Whether keeping a module in FP32 takes FP32 weights first.
         "narrow_weights": bool({FLOAT16.name, BFLOAT16.name} & set(report.session.precision.weights)),
+        "computes": computes.name if (computes := run_format(report.session)) else "",
         "steps": progress.steps,
         "skipped": progress.skipped_steps,
         "scales": [(change.step, log2_of(change.scale)) for change in _scales(report.session)],

@@ -332,4 +332,4 @@ def _shown(step: int, block: int, blocks: Sequence[Window]) -> str:
         return f"No healthy step was counted before step {step:,}." if step else ""
     window = blocks[block]
     named = steps_named(window.first_step, window.last_step)
-    return f"Shown: {named}, the last healthy sample before step {step:,}."
+    return f"Shown: {named}, the last counted sample before step {step:,}."

@@ -31,17 +31,16 @@ export function columnsOf({ storages, data }) {
   return [...COLUMNS, ...lost, ...notes];
 }
 
-/** The cells of what the format does to a layer, each with its tone. @param {any} found @param {string} broken the tone of infinities and NaNs @param {number} hidden zeros that may have been values @returns {[string, string][]} */
-export function figureCells(found, broken, hidden) {
+/** The cells of what the format does to a layer, each with its tone. @param {any} found @param {string} broken the tone of infinities and NaNs @param {number} lost the share flushed @param {boolean} isBound whether it is a bound @returns {[string, string][]} */
+export function figureCells(found, broken, lost, isBound) {
   const unknown = /** @type {[string, string]} */ (["-", ""]);
   if (!found) return Array(5).fill(unknown);
   const { h, all, low, high } = found;
   const part = nonFinite(h);
   const marks = /** @type {[string, string]} */ (part ? [`${"✕".repeat(Number(h.infs > 0))}${"○".repeat(Number(h.nans > 0))} ${percent(part)}`, broken] : ["none", ""]);
   if (!all) return [unknown, unknown, unknown, marks, unknown];
-  const lost = share(found.flushed + hidden, all + hidden);
   return [
-    [`${hidden ? "≤" : ""}${percent(lost)}`, lost > 0.01 ? "warning" : ""],
+    [`${isBound ? "≤" : ""}${percent(lost)}`, lost > 0.01 ? "warning" : ""],
     [percent(share(found.subnormal, all)), ""],
     // No overflow among the finite values would pass for health: the infinities are in the next column.
     [!high && h.infs ? "-" : low === high ? percent(share(high, all)) : `${percent(share(low, all))}..${percent(share(high, all))}`, high ? "error" : ""],

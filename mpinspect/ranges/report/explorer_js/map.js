@@ -118,6 +118,9 @@ export class LayerMap {
     this.back.hidden = view.isOpening;
     const rows = table.choose();
     this.measure();
+    // The colours of losses would contradict the verdict.
+    if (this.root.classList.contains("what-if") !== view.isWhatIf) this.painter.forget();
+    this.root.classList.toggle("what-if", view.isWhatIf);
     const given = widths(this.wide, table.visible, view.longest);
     const { row, curve, more } = heights(this.isPrinted ? 0 : this.free, rows, this.shares.foldedHeight, view.isElsewhere && view.data.events.length + view.data.held.length > 0);
     painter.begin(given.names + 1, given.strip, row);

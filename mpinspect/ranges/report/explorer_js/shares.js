@@ -125,18 +125,24 @@ export class Shares {
 
   /** What is lost where the handle stands, or why there is none. @param {import("./curves.js").Curves} curves @returns {(Node | string)[]} */
   readoutOf({ low, mass, high, broken, hasValues }) {
-    const { isMoved, state } = this.view;
+    const { view } = this;
+    const { isMoved, state } = view;
     const { format, scale } = state;
-    if (!this.view.isScaled()) return [];
+    if (!view.isScaled()) return [];
+    const whatIf = view.isWhatIf ? [element("b", { className: "what-if" }, `what ${format.label} would do`)] : [];
     if (!isMoved) {
-      return [`${format.label} flushes only below ${power(format.flush - scale)}, left of all that is shown. `,
+      return [...whatIf, `${format.label} flushes only below ${power(format.flush - scale)}, left of all that is shown. `,
         ...(format.name === "float16" ? [] : [this.otherwise])];
     }
     if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, "no finite value was counted")])];
-    const [lost, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
+    const [counted, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
+    // Zeros that may have been values bound the share of the elements, and leave that of the magnitudes unknown.
+    const those = view.chosen ? [view.chosen] : view.ofKind;
+    const isBound = those.some((/** @type {any} */ layer) => view.hiddenIn(layer, view.figures(layer)));
+    const lost = isBound ? `≤${percent(Math.max(...those.map((/** @type {any} */ layer) => view.lossOf(layer))))}` : counted;
     const beside = broken && this.hasCurve ? [element("b", { className: "bad" }, `${this.view.chosen ? "" : "up to "}${percent(broken)} inf, NaN: the curves are of finite values`)] : [];
-    if (this.view.hidesValues && this.hasCurve) beside.push(element("span", {}, "zeros may have been values"));
-    return [element("b", {}, `at ${power(scale)}`), this.fold, element("span", {}, `${lost} flushed${this.hasCurve ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow${broken && !this.hasCurve ? " (finite)" : ""}`), ...beside];
+    if (view.hidesValues && this.hasCurve) beside.push(element("span", {}, "zeros may have been values"));
+    return [...whatIf, element("b", {}, `at ${power(scale)}`), this.fold, element("span", {}, `${lost} flushed${this.hasCurve && !isBound ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow${broken && !this.hasCurve ? " (finite)" : ""}`), ...beside];
   }
 
   /** @param {number} wide @param {number} height @param {string} of @param {import("./curves.js").Curves} curves */

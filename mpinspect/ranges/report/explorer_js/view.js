@@ -200,6 +200,19 @@ export class View {
     return this.hidesValues && this.data.suggested && layer.floor !== null ? (found?.h.zeros ?? 0) : 0;
   }
 
+  /** Share of a layer's elements that the format flushes, at most: with those that were flushed before. @param {any} layer */
+  lossOf(layer) {
+    const found = this.figures(layer);
+    if (!found?.all) return 0;
+    const hidden = this.hiddenIn(layer, found);
+    return share(found.flushed + hidden, found.all + hidden);
+  }
+
+  /** Whether the map shows what another format than the run's would do to a healthy run. */
+  get isWhatIf() {
+    return this.isCalm && this.data.computes !== "" && this.state.format.name !== this.data.computes;
+  }
+
   /** Share of a parameter's updates that are lost, or of all parameters'; null where none was seen. @param {any} storage @param {any} layer @param {number} block */
   lostOf(storage, layer, block = this.state.block) {
     /** @type {any[]} */
