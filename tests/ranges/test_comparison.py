@@ -252,8 +252,6 @@ def test_different_settings_are_listed_unless_unknown():
         Change("autocast", "none", "FP16"),
         Change("optimizer lr", "0.001", "0.003"),
         Change("scaler", "-", "GradScaler"),
-        Change("scaler init_scale", "-", "65536 (2^16)"),
-        Change("scaler growth_interval", "-", "2000"),
         Change("every", "1", "10"),
         Change("torch", "-", "2.13"),
     ]

@@ -208,7 +208,7 @@ def test_the_kernels_tab_begins_with_bars_an_idle_gpu_first():
     # A verdict that is explained is an element of its own.
     shown = re.findall(r">(idle|native|degraded|other|copies)<", rows)
     assert shown == ["idle", "native", "degraded", "other", "copies"]
-    assert re.findall(r"width:([\d.]+)%", rows)[0] == "100.0"
+    assert sum(map(float, re.findall(r"width:([\d.]+)%", rows))) == pytest.approx(100, abs=1)
 
 
 def test_a_page_of_kernels_or_shapes_alone_has_a_first_screen(browser: Any, axe: str, tmp_path: Path) -> None:  # noqa: F811
@@ -713,11 +713,12 @@ def test_narrow_regions_of_a_format_are_named_as_far_as_the_names_have_room(brow
         )
 
 
-def test_of_a_fault_in_no_layer_the_steps_are_the_picture(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_of_a_fault_in_no_layer_the_rows_are_pale(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, found_in("").save(tmp_path / "a.html"), viewport=SCREEN)
     in_layer = opened(browser, found_in("blocks.0.fc2").save(tmp_path / "b.html"), viewport=SCREEN)
     strips = [each.locator(".explorer figure.steps svg").first.bounding_box() for each in (page, in_layer)]
-    assert strips[0]["height"] > 2 * strips[1]["height"]
+    # Without an event the steps have no more to show.
+    assert strips[0]["height"] == pytest.approx(strips[1]["height"], rel=0.1)
     for each in (page, in_layer):
         # Steps 3 to 9 of 0 to 9.
         shaded = each.locator(".explorer rect.since").bounding_box()
@@ -961,7 +962,7 @@ def test_the_first_screen_names_the_operator_once_and_the_phase_at_the_row(brows
     ranges = replace(part_of_run.ranges, findings=(finding,))
     report = RunReport("train.py", "ended", (ModelPart("Net", ranges),))
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
-    assert page.text_content(".panel > p >> nth=0") == "In 'blocks.1.fc1', train.py:9: mul"
+    assert page.text_content(".panel > p >> nth=0") == "Overflow in operator: in 'blocks.1.fc1', train.py:9: mul"
     assert page.text_content(".panel .alarm") == "step 5, forward, first NaN"
     assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul"
     assert page.text_content(".explorer .opening").startswith(
@@ -993,7 +994,7 @@ def test_a_numbered_module_has_its_class_beside_it_in_every_form(browser: Any, t
         assert "blocks.1.0' (Linear)" in text.replace("\\", "")
         assert "blocks.0.2 (Linear)" in text.replace("\\", "")
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
-    assert page.text_content(".panel > p >> nth=0") == "In 'blocks.1.0' (Linear)"
+    assert page.text_content(".panel > p >> nth=0") == "Non-finite event: in 'blocks.1.0' (Linear)"
     assert page.text_content(".explorer tr.marked th") == "blocks.1.0 (Linear)"
     assert "'blocks.1.0' (Linear), step 5" in page.text_content(".panel .finding >> nth=0")
     # Its path leads to it.
@@ -1067,8 +1068,8 @@ def test_settings_that_differ_are_the_change_of_the_one_broken_run_unless_they_a
     # The capture's own settings break no run.
     wild = replace(wild, info=replace(wild.info, max_overhead=0.5))
     for runs, name, words in (
-        ((tame, wild), "B", "Settings that differ: optimizer lr 0.01 -> 30. Undo this first. B: step 5, forward"),
-        ((wild, tame), "A", "Settings that differ: optimizer lr 30 -> 0.01. Take this of B first. A: step 5, forward"),
+        ((tame, wild), "B", "First undo the setting: optimizer lr 0.01 -> 30. B: step 5, forward"),
+        ((wild, tame), "A", "First take B's setting: optimizer lr 30 -> 0.01. A: step 5, forward"),
     ):
         report = diff(*runs)
         for suffix in (".txt", ".md", ".html"):
@@ -1080,7 +1081,7 @@ def test_settings_that_differ_are_the_change_of_the_one_broken_run_unless_they_a
         assert "optimizer lr: " not in part(render(report, ".html"), "section", "panel")
     several = ran(wild, optimizers=(replace(with_rate(30), settings={"lr": 30, "momentum": 0.9}),))
     said = " ".join(render(diff(tame, several), ".txt").split())
-    assert "differ: optimizer lr 0.01 -> 30, optimizer momentum - -> 0.9. Undo these first. B: " in said
+    assert "First undo the settings: optimizer lr 0.01 -> 30, optimizer momentum none -> 0.9. B: " in said
     # A run in other dtypes is meant to have them.
     wide = ran(tame, autocast=("bfloat16",))
     said = " ".join(render(diff(wide, wild), ".txt").split())
