@@ -579,22 +579,6 @@ class BrokenLoss(Record, kind="broken-loss"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverflowedNorm(Record, kind="overflowed-norm"):
-    """Infinite divisors, or arguments of an inverse root, that are finite in FP32. ``text``: the dtype and the operator.
-
-    The operator, line and phase are in ``names`` as well, except in sessions of earlier versions.
-
-    Args:
-        elements, of: the number of infinite elements, and of all.
-        is_by_row: whether each element is of a row.
-    """
-
-    elements: float
-    of: float
-    is_by_row: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Positions(Record, kind="positions"):
     """Consecutive whole numbers that rounding made equal. ``names``: the operator that rounded them, and their use.
 

@@ -1332,7 +1332,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("overflow-recurs", "", 4, recurring),
     ("overflow-recurs", "", 7, regulariser),
     ("scale-window-empty", "small", None, two_branches),
-    ("scale-falls-for-forward", "0", 3, broken_forward),
+    ("non-finite-event", "0", 3, broken_forward),
     ("unscale-missing", "", 0, clipped_scaled),
     ("unscale-missing", "", 0, stepped_scaled),
     ("unscaled-too-often", "", 0, unscaled_by_hand_too),

@@ -202,11 +202,12 @@ def _forward(events: Sequence[Event], session: Session) -> Found:
             "when": f"each of the {when}" if len(steps) == session.progress.steps > 1 else when,
             "period": period(steps),
             "times": by_number(skipped, "once", f"{skipped} times"),
+            "lowered": skipped,
             "place": _place(first),
             "made_by": loss_made_by(first, session),
             "cause": bracketed(first.explanation),
         },
-        (inspect, _Forward.NO_SCALE_HELPS),
+        (inspect, _Forward.NO_SCALE_HELPS, Inspect.NEW_SCALER.when(skipped >= FEWEST_SKIPS)),
         layer=first.module,
         step=first.step,
     )
