@@ -24,7 +24,9 @@ from targets import checked, verdicts
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import Progress, Session, TensorInfo, TensorKey, TensorWindow, Window
+from mpinspect.ranges.session import Progress, Session
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window
 from mpinspect.run.diff import diff
 
 #: Moves the slider over its range; returns the milliseconds of the script, and until every map shows each move.

@@ -21,7 +21,8 @@ from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.records import LeftOver
 from mpinspect.ranges.report.comparison import headline
-from mpinspect.ranges.session import OptimizerRecord, Precision, ScaleChange, Session, TensorInfo, TensorKey
+from mpinspect.ranges.session import OptimizerRecord, Precision, ScaleChange, Session
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
 from mpinspect.reporting.finding import SEVERITIES_EXPLAINED

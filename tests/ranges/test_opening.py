@@ -20,10 +20,9 @@ from mpinspect.ranges.session import (
     Progress,
     ScaleChange,
     Session,
-    TensorInfo,
-    TensorKey,
-    coarsen,
 )
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
+from mpinspect.ranges.windows.window import coarsen
 
 NAMES = ("embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2", "head")
 GRADIENT = "activation_gradient"

@@ -11,17 +11,8 @@ from torch import nn
 from mpinspect import Inspector
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.faults.measure.singularities import Rows, overflowed_pack, singular
-from mpinspect.ranges.session import (
-    Event,
-    LostUpdates,
-    Measurement,
-    OptimizerRecord,
-    Precision,
-    Progress,
-    ScaleChange,
-    ScalerRecord,
-    TensorKey,
-)
+from mpinspect.ranges.session import Event, Measurement, OptimizerRecord, Precision, Progress, ScaleChange, ScalerRecord
+from mpinspect.ranges.windows.tensors import LostUpdates, TensorKey
 
 FINE = spread({-3: 1000})
 STEPS = 20

@@ -12,7 +12,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, OUTPUT_KINDS, PARAMETER_KINDS, WEIGHT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import FROZEN, TensorInfo, TensorKey, containers
+from mpinspect.ranges.session import FROZEN, containers
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
 from mpinspect.runtime.distributed import Held, copy_held, data_parallel, held, is_distributed, rank_and_world
 from mpinspect.runtime.guard import Nameable
 from mpinspect.runtime.wrappers import class_of, is_compiled_wrapper, plain_names, unwrapped

@@ -24,7 +24,8 @@ from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_of, log2_recommended, repeated, seen_layers
 from mpinspect.ranges.report.opening import Opening, blocks_of, never_zeroed, opening, power_of
 from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
-from mpinspect.ranges.session import Event, ScaleChange, Session, Window
+from mpinspect.ranges.session import Event, ScaleChange, Session
+from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting.document import Tone, Widget
 from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.streams import printable

@@ -16,7 +16,8 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import depends_on_scale, part_of, shows_in_ranges, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.report.place import code_of, is_of, line_of, phase_of
-from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen
+from mpinspect.ranges.session import LOSSES, Event, Session
+from mpinspect.ranges.windows.window import Window, coarsen
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import class_beside, filled, format_name, steps_named
 

@@ -13,7 +13,7 @@ from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.report.comparison import BESIDE, ROWS, advice, blocks, headline, maps, matters, trouble
 from mpinspect.ranges.report.front import NO_MAP
-from mpinspect.ranges.session import LostUpdates
+from mpinspect.ranges.windows.tensors import LostUpdates
 from mpinspect.reporting.document import (
     Block,
     Column,
