@@ -57,7 +57,7 @@ def verdict(
     grave = [finding for finding in findings if finding.severity != _INFO]
     format = run_format(session)
     line = ledger_line(session)
-    precision = f"{_computes_in(session, format)}{line}." if line else ""
+    precision = line and f"{_computes_in(session, format)}{line}."
     ended = _ended(session)
     if not grave:
         seen = session.progress.sampled_steps or (session.info.watch and session.progress.steps)

@@ -79,4 +79,4 @@ def period(steps: Sequence[int]) -> str:
     """Return " and then every 5 steps" if three steps or more recur with a period of more than one; else ""."""
     gaps = {after - before for before, after in pairwise(steps)}
     recurs = len(steps) >= _FEWEST_STEPS and len(gaps) == 1 and min(gaps) > 1
-    return f" and then every {min(gaps)} steps" if recurs else ""
+    return filled(" and then every {} steps", (recurs and min(gaps)) or None)

@@ -376,7 +376,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
                 "origin_expression": "f(z.float())",
                 **words_of(origin),
             },
-            operator=cancelled.names[0] if is_subtracted else "",
+            operator=cancelled.names[0] * is_subtracted,
             is_grave=born is not None,
             is_mild=is_mild,
             before=[origin.names[1]] if origin else [],
