@@ -29,6 +29,9 @@ class Inspect(Sentences):
         "Look at the inputs, the weights and the arithmetic of {module} at step {step}; where its values exceed 65504, compute "
         "it in FP32, and also the modules after it up to where the values are below that again."
     )
+
+
+class InVain(Sentences):
     NEW_SCALER = (
         "If you stay in FP16, make a new GradScaler: the scale of this one was lowered {lowered} times for nothing."
     )

@@ -8,7 +8,7 @@ from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import Case, LayerInFP32, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, further_lines, of_operation
 from mpinspect.ranges.faults.name.fault import AFTER_BREAK, Fault, Found
-from mpinspect.ranges.faults.name.forward import Inspect
+from mpinspect.ranges.faults.name.forward import InVain
 from mpinspect.ranges.faults.name.operators import (
     CASTS,
     found_at,
@@ -312,7 +312,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
             yield found_at(
                 alike,
                 (_Alike.IN_FP32_TOO, Born.FIRST.when(is_later)),
-                (_Alike.INPUTS.when(first), Inspect.NEW_SCALER.when(lowered > 1)),
+                (_Alike.INPUTS.when(first), InVain.NEW_SCALER.when(lowered > 1)),
                 words={**words, "at": _at(alike, is_later)},
                 layer=layer,
                 severity="info" if first is None else "error",
@@ -328,7 +328,7 @@ FAULTS = (
         "breaks-in-fp32-too",
         "error",
         _breaks_in_fp32_too,
-        (_Alike, Born, Inspect),
+        (_Alike, Born, InVain),
         ("non-finite-event", "argument-out-of-range"),
     ),
     Fault("overflow-in-operator", "warning", _overflow_in_operator, (Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),
