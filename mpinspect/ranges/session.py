@@ -356,7 +356,7 @@ class RunInfo:
 
     ``rank`` of ``world_size`` processes wrote it; a single process is rank 0 of 1. ``include`` and ``exclude`` are the user's
     patterns of names to watch; empty by default. ``devices`` names the devices of the parameters; "" if unknown (arrays, older
-    files).
+    files). ``numbered``: by path, the classes of the modules whose path ends in a number and whose outputs are not counted.
     """
 
     model: str = ""
@@ -371,6 +371,7 @@ class RunInfo:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     devices: str = ""
+    numbered: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)
@@ -501,8 +502,13 @@ class Session:
     @cached_property
     def _classes(self) -> dict[str, str]:
         """The words that follow a module's quoted path that ends in a number: " (ReLU)"."""
-        found = ((repr(info.module), class_beside(info.module, info.module_type)) for info in self.watched)
+        types = {**self.info.numbered, **{info.module: info.module_type for info in self.watched}}
+        found = ((repr(path), class_beside(path, type)) for path, type in types.items())
         return {path: shown for path, shown in found if shown}
+
+    def class_beside(self, module: str) -> str:
+        """Return the words that follow a module's path, without quotes: " (ReLU)" if it ends in a number, else ""."""
+        return self._classes.get(repr(module), "")
 
     def with_classes(self, text: str) -> str:
         """Return a text with the class of each quoted module whose path ends in a number."""

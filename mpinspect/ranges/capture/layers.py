@@ -158,6 +158,15 @@ def find_layers(model: torch.nn.Module, selection: Selection) -> list[Layer]:
     return list(layers.values())
 
 
+def numbered(layers: Iterable[Layer]) -> dict[str, str]:
+    """Return, by path, the classes of the modules whose path ends in a number and whose outputs are not counted."""
+    return {
+        layer.path: class_of(layer.module).__name__
+        for layer in layers
+        if not layer.counted and layer.path.rpartition(".")[2].isdigit()
+    }
+
+
 def _passes_on(module: torch.nn.Module) -> bool:
     """Return whether a module is a dropout with p = 0, which returns its input and which many models then never call."""
     return isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p == 0

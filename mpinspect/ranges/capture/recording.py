@@ -177,7 +177,8 @@ class Recording:
 
     def event(self, event: Event) -> None:
         """Record an event and forward it to the sinks immediately, since the run may fail soon."""
-        module_type = next((info.module_type for info in self._watched if info.module == event.module), "")
+        known = (info.module_type for info in self._watched if info.module == event.module)
+        module_type = next(known, self.info.numbered.get(event.module, ""))
         event = replace(self._put_aside(event), module_type=module_type)
         if len(self.events) < EVENT_LIMIT:
             self.events.append(event)

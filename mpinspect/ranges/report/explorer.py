@@ -198,7 +198,7 @@ def _opening(report: RangeReport, first: Opening) -> dict[str, Any]:
         "marked": list(map(printable, found.marked)),
         "near": list(map(printable, found.near)),
         # Of the row for a culprit without a tensor of its own; whether it follows the rows that are near.
-        "name": printable(report.session.with_classes(found.name)),
+        "name": printable(report.session.with_classes(found.name) + report.session.class_beside(found.name)),
         "after": found.is_after,
         "said": printable(report.session.with_classes(found.said)),
         "at": printable(found.at),
