@@ -631,7 +631,6 @@ class BrokenAlike(Record, kind="second-broken-alike"):
     from_finite: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class PreparedError(Record, kind="prepared-error"):
     """A tensor that was computed before the first step, and is left then, whose FP32 twin differs. ``names``: the operator that
     made most of the error, its line and phase.
