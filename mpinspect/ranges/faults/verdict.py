@@ -239,7 +239,7 @@ def _counted(session: Session) -> str:
     named = " and ".join(number_of(tensors[kind], kind.replace("_", " ")) for kind in KINDS if tensors[kind])
     sampled = session.progress.sampled_steps
     steps = "each" if sampled >= session.progress.steps else f"{sampled:,} of them"
-    return f"; in {steps} the ranges of {named} were counted" if named else ""
+    return named and f"; in {steps} the ranges of {named} were counted"
 
 
 class _In16Bits(Sentences):
