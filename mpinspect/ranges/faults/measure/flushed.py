@@ -168,7 +168,7 @@ class Flushes:
             elements = known.elements + of
             self.casts[line] = replace(
                 known,
-                name=known.name if known.name == record.name else "",
+                name=known.name * (known.name == record.name),
                 flushed=(known.flushed * known.elements + lost) / elements,
                 elements=elements,
                 largest=max(known.largest, record.largest),

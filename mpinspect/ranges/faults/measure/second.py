@@ -376,8 +376,6 @@ class SecondComputation:
         if not is_finite(value):
             self._broken.judge(pending, value, twin, local(), partial(self._record, pending, value))
             return
-        if is_in_forward():
-            self._broken.divided(pending, value, twin, self._narrow, partial(self._record, pending, value))
         if pending.node is None and is_in_forward():
             self._follow_flushed(pending, value, local)
             if is_rounded:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
-from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
 from mpinspect.ranges.faults.name.infinities import Born, beginning, first_event
 from mpinspect.ranges.faults.name.operators import (
@@ -377,7 +376,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
                 "origin_expression": "f(z.float())",
                 **words_of(origin),
             },
-            operator=cancelled.names[0] if is_subtracted else "",
+            operator=cancelled.names[0] * is_subtracted,
             is_grave=born is not None,
             is_mild=is_mild,
             before=[origin.names[1]] if origin else [],
@@ -408,7 +407,7 @@ FAULTS = (
         "warning",
         _rounding_error_left,
         (_Left, Gradients),
-        (*OF_FORWARD, "argument-out-of-range"),
+        ("non-finite-event", "argument-out-of-range"),
         checked=TWICE,
     ),
 )

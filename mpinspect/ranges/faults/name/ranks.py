@@ -122,7 +122,7 @@ def _when(numbers: Sequence[int], session: Session, waited: Sequence[int]) -> st
     """Return the step, from the records of the ranks and of the ranks that waited for them; "" if they recorded another model."""
     first = _first_end(numbers, session)
     if first is None:
-        return " before a step was recorded," if set(_known_of(session, MISSING)) & set(numbers) else ""
+        return " before a step was recorded," * bool(set(_known_of(session, MISSING)) & set(numbers))
     # A process that was killed did more than it wrote, but no more than those that waited for it.
     last = _first_end(waited, session)
     most = last.steps if last is not None and last.ended else -1
