@@ -12,10 +12,19 @@ import torch
 
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums
-from mpinspect.ranges.faults.measure.operands import DIFFERENCES, NARROW, Pending, local_result, narrow_storages
+from mpinspect.ranges.faults.measure.operands import (
+    DIFFERENCES,
+    NARROW,
+    Pending,
+    has_numbers,
+    local_result,
+    narrow_storages,
+)
+from mpinspect.ranges.faults.measure.repeats import Repeats
 from mpinspect.ranges.faults.measure.second import SUMS, SecondComputation
 from mpinspect.ranges.faults.measure.twins import is_finite
 from mpinspect.ranges.records import LostSum, Record, RoundedConstant
+from mpinspect.runtime.compiled_graphs import Captured, Compiled
 from mpinspect.runtime.outputs import leaves
 
 aten = torch.ops.aten
@@ -38,8 +47,37 @@ class WholeStep(SecondComputation):
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
         by_hand: bool = False,
     ) -> None:
-        super().__init__(module, parameters, buffers, by_hand)
+        parameters = list(parameters)
+        self._repeats = Repeats(parameters, self._repeated, self._differentiated, self._not_repeated)
+        super().__init__(
+            lambda: module() if self._repeats.path is None else self._repeats.path, parameters, buffers, by_hand
+        )
         self._of_optimizers: list[OptimizerArithmetic] = []
+
+    def calls_graphs(self, captured: Captured, compiled: Compiled, args: tuple[Any, ...]) -> Any:
+        """Run a compiled graph, and compute its eager form twice."""
+        return self._repeats.call(captured, compiled, args)
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
+        """Prepare an operator's second run; operators of compiled code are left out."""
+        if isinstance(func, torch._ops.OpOverload) and self._repeats.hides(func, args, kwargs):
+            return []
+        return super().before(func, args, kwargs)
+
+    def _repeated(self, result: torch.Tensor, eager: torch.Tensor | None) -> None:
+        """Let a result of compiled code have the twin of its eager form's."""
+        self._kept.made([result])
+        twin = self.twin(eager) if eager is not None and has_numbers(eager) else None
+        if twin is not None and has_numbers(result) and result.shape == twin.shape:
+            self._keep(result, twin, is_cast=False, is_ours=False)
+
+    def _differentiated(self, name: str, gradient: torch.Tensor) -> None:
+        """Compare a parameter's gradient in the eager form of compiled code."""
+        if has_numbers(gradient) and self.twin(gradient) is not None:
+            self._errors[name] = max(self._error(gradient), self._errors.get(name, 0.0))
+
+    def _not_repeated(self, error: Exception) -> None:
+        self.skipped[f"a compiled graph ({error!r})"] += 1
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the arithmetic of an optimizer."""
