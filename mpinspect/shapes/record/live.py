@@ -54,7 +54,9 @@ class Second(Protocol):
 class SecondStep(Second, Protocol):
     """Computes the operators of a step a second time, those of compiled code in its eager form."""
 
-    calls_graphs: CallsGraphs
+    @property
+    def calls_graphs(self) -> CallsGraphs:
+        """Calls compiled graphs."""
 
 
 class Follower(Protocol):

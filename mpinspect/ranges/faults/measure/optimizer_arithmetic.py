@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -53,20 +53,27 @@ class WholeStep(SecondComputation):
             lambda: module() if self._repeats.path is None else self._repeats.path, parameters, buffers, by_hand
         )
         self._of_optimizers: list[OptimizerArithmetic] = []
+        #: Whether a result of the running graph is finite, and not in its eager form.
+        self._is_masked = False
 
     def calls_graphs(self, captured: Captured, compiled: Compiled, args: tuple[Any, ...]) -> Any:
         """Run a compiled graph, and compute its eager form twice."""
-        return self._repeats.call(captured, compiled, args)
+        before, self._is_masked = len(self._broken.born), False
+        results = self._repeats.call(captured, compiled, args, is_repeated=self.of_optimizer is None)
+        if self._is_masked:
+            del self._broken.born[before:]
+        return results
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
         """Prepare an operator's second run; operators of compiled code are left out."""
-        if isinstance(func, torch._ops.OpOverload) and self._repeats.hides(func, args, kwargs):
-            return []
-        return super().before(func, args, kwargs)
+        return [] if self._repeats.hides_operator() else super().before(func, args, kwargs)
 
     def _repeated(self, result: torch.Tensor, eager: torch.Tensor | None) -> None:
         """Let a result of compiled code have the twin of its eager form's."""
         self._kept.made([result])
+        if eager is not None and has_numbers(eager) and has_numbers(result):
+            # A backend that fuses operators does not round between them.
+            self._is_masked |= is_finite(result) and not is_finite(eager)
         twin = self.twin(eager) if eager is not None and has_numbers(eager) else None
         if twin is not None and has_numbers(result) and result.shape == twin.shape:
             self._keep(result, twin, is_cast=False, is_ours=False)
@@ -81,12 +88,16 @@ class WholeStep(SecondComputation):
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the arithmetic of an optimizer."""
-        self.of_optimizer = OptimizerArithmetic(optimizer, self._parameters)
+        self.of_optimizer = OptimizerArithmetic(optimizer, self._parameters, self._repeats.hides_operator)
         self._of_optimizers.append(self.of_optimizer)
 
     def optimizer_stepped(self) -> None:
         """End the arithmetic of the optimizer."""
         self.of_optimizer = None
+
+    def _end(self) -> None:
+        super()._end()
+        self._repeats.is_over = True
 
     def records(self) -> list[Record]:
         """Return the records of the forwards and backwards, then those of the optimizers."""
@@ -102,9 +113,12 @@ class OptimizerArithmetic(SecondComputation):
     Args:
         optimizer: is about to step.
         parameters: the model's parameters by name.
+        is_hidden: returns whether the operator that is about to run is left out.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: _Parameters) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: _Parameters, is_hidden: Callable[[], bool] = bool
+    ) -> None:
         super().__init__(lambda: "", parameters)
         self._phase = f"step of {type(optimizer).__name__}"
         # The settings of torch's own show which of its states can't change: see moments-cannot-decay.
@@ -119,12 +133,13 @@ class OptimizerArithmetic(SecondComputation):
         others = (*stepped, *(each.grad for each in stepped))
         self._kept = KeptSums(others, narrow_storages(states), {})
         self._readers = {}
+        self._is_hidden = is_hidden
         #: Elements of the operator that is being prepared.
         self._elements = 0
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
         """Prepare an operator's second run; operators in FP32 and those of a closure are left out."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self._is_hidden():
             return []
         if not self._twins.bytes and not any(map(_is_narrow, leaves((*args, *kwargs.values())))):
             return []

@@ -8,16 +8,20 @@ runs with them, and its results are dropped.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import torch
 from torch._C._autograd import _get_sequence_nr
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mpinspect.ranges.faults.measure.operands import mutated_by
 from mpinspect.ranges.faults.measure.twins import storage_key
 from mpinspect.runtime.compiled_graphs import Captured, Compiled, modules_of, plain_source
+from mpinspect.runtime.device import free_memory
 from mpinspect.runtime.untouched import RandomState
 from mpinspect.runtime.user_line import called_at, innermost_place
 
@@ -46,27 +50,23 @@ class Repeats:
         self._made, self._differentiated, self._failed = made, differentiated, failed
         #: The module of the operator that is repeated; None without one.
         self.path: str | None = None
-        #: Whether operators that run now are neither the user's nor repeated.
+        #: Whether compiled code runs.
         self._is_hidden = False
         #: The sequence numbers of compiled code's autograd nodes.
         self._nodes: list[range] = []
-        #: While a graph is repeated: its storages, and the values of those that were overwritten.
-        self._inputs: dict[int, torch.Tensor] = {}
-        self._old: dict[int, torch.Tensor] = {}
+        #: The bytes that may be allocated on each GPU while a graph is repeated.
+        self._limits: dict[torch.device, float] = {}
         self.is_over = False
 
-    def hides(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether an operator that is about to run is compiled code's own; save the values that others overwrite."""
+    def hides_operator(self) -> bool:
+        """Return whether the operator that is about to run is compiled code's own."""
         node = torch._C._current_autograd_node()
-        if self._is_hidden or (node is not None and any(node._sequence_nr() in each for each in self._nodes)):
-            return True
-        if self._inputs:
-            self._save(mutated_by(func, args, kwargs))
-        return False
+        return self._is_hidden or (node is not None and any(node._sequence_nr() in each for each in self._nodes))
 
-    def call(self, captured: Captured, compiled: Compiled, args: tuple[Any, ...]) -> Any:
-        """Run a compiled graph, after its eager form if it trains."""
-        is_repeated = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1 and not self.is_over
+    def call(self, captured: Captured, compiled: Compiled, args: tuple[Any, ...], is_repeated: bool) -> Any:
+        """Run a compiled graph, after its eager form if it trains, and if that is wanted."""
+        trains = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        is_repeated &= trains and not self.is_over and not _has_cuda_graphs()
         repeated = self._forward(captured, args) if is_repeated else None
         first, self._is_hidden = _get_sequence_nr(), True
         try:
@@ -84,44 +84,44 @@ class Repeats:
 
     def _forward(self, captured: Captured, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, torch.Tensor]] | None:
         """Run a graph's eager form; return its results and its arguments that take gradients, parameters by their names."""
-        random = RandomState.now()
-        given = [each.detach().requires_grad_(each.requires_grad) if _is_tensor(each) else each for each in args]
-        eager = _Eager(captured, self, _roots(captured.sources, [self._names.get(id(each)) for each in args]))
-        try:
-            self._inputs = {storage_key(each): each for each in (*given, *eager.attributes()) if _is_tensor(each)}
-            if eager.hides_operators:
-                self._save(each for each in given if _is_tensor(each) and not each.requires_grad)
-            # Hooks of a checkpoint, which packs saved tensors, count them.
-            with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-                results = eager.run(*given)
-            return list(results), {
-                self._names.get(id(each), f"{place}"): own
-                for place, (each, own) in enumerate(zip(args, given, strict=True))
-                if _is_tensor(own) and own.requires_grad
-            }
-        except Exception as error:
-            self._failed(error)
-            return None
-        finally:
-            self.path = None
-            eager.leave_autocast()
-            self._restore()
-            random.restore()
+        with ExitStack() as stack:
+            try:
+                stack.callback(RandomState.now().restore)
+                given = [each.detach().requires_grad_(each.requires_grad) if _is_plain(each) else each for each in args]
+                if any(isinstance(each, torch.Tensor) and not _is_plain(each) for each in given):
+                    raise TypeError("an argument is a tensor of another class")
+                self._limits = {each.device: _limit(each.device) for each in given if _is_plain(each) and each.is_cuda}
+                eager = _Eager(captured, self, _roots(captured.sources, [self._names.get(id(each)) for each in args]))
+                inputs = filter(_is_plain, (*given, *eager.attributes()))
+                stack.callback(self._leave)
+                # A graph may disable gradients.
+                stack.enter_context(torch.enable_grad())
+                # Hooks of a checkpoint, which packs saved tensors, count them.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is))
+                stack.callback(eager.leave_autocast)
+                with _Undone(inputs, save_all=eager.hides_operators):
+                    results = eager.run(*given)
+                return list(results), {
+                    self._names.get(id(each), f"{place}"): own
+                    for place, (each, own) in enumerate(zip(args, given, strict=True))
+                    if _is_plain(own) and own.requires_grad
+                }
+            except Exception as error:
+                self._failed(error)
+                return None
 
-    def _save(self, written: Iterable[torch.Tensor]) -> None:
-        for each in written:
-            key = storage_key(each)
-            if key in self._inputs and key not in self._old:
-                self._old[key] = _bytes(each).clone()
+    def _leave(self) -> None:
+        self.path = None
 
-    def _restore(self) -> None:
-        """Restore overwritten values without a change of version, since graphs of the user may have saved these tensors."""
-        self._is_hidden = True
-        try:
-            for key, values in self._old.items():
-                _bytes(self._inputs[key]).copy_(values)
-        finally:
-            self._inputs, self._old, self._is_hidden = {}, {}, False
+    def enter(self, path: str | None) -> None:
+        """Handle that the next operator of a graph runs, in this module.
+
+        Raises:
+            MemoryError: the run may need the rest of a GPU's memory.
+        """
+        self.path = path
+        if any(torch.cuda.memory_allocated(device) > limit for device, limit in self._limits.items()):
+            raise MemoryError("too little memory is free")
 
     # -- the backward -----------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Repeats:
         backward = _Backward([other for _, other in pairs], inputs, self._backward)
         for place, (own, _) in enumerate(pairs):
             # A compiled function may call the backward, and would compile the hooks too.
-            own.register_hook(torch.compiler.disable(partial(backward.arrived, place)))
+            own.register_hook(_disabled(partial(backward.arrived, place)))  # type: ignore[no-untyped-call]
 
     def _backward(self, backward: _Backward) -> None:
         """Run an eager form's backward at the end of the run's."""
@@ -189,12 +189,58 @@ class _Backward:
             return
         if not self.gradients:
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(torch.compiler.disable(self._ended))
+            engine.queue_callback(_disabled(self._ended))
         self.gradients[place] = gradient
 
     def _ended(self) -> None:
         self._run(self)
         self.results, self.inputs, self.gradients = [], {}, {}
+
+
+class _Undone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Restores, at the end, the values of tensors that operators have overwritten.
+
+    Their versions are not restored: compiled code overwrites the same tensors afterwards.
+
+    Args:
+        tensors: the tensors whose storages are restored.
+        save_all: save all tensors without gradients at once.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[torch.Tensor], save_all: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors = {storage_key(each): each for each in tensors}
+        self._old: dict[int, torch.Tensor] = {}
+        if save_all:
+            self._save(each for each in self._tensors.values() if not each.requires_grad)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as compiled."""
+        return True
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
+            for key, values in self._old.items():
+                _bytes(self._tensors[key]).copy_(values)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.OpOverload):
+            self._save(mutated_by(func, args, kwargs))
+        return func(*args, **kwargs)
+
+    def _save(self, written: Iterable[torch.Tensor]) -> None:
+        for each in written:
+            key = storage_key(each)
+            if key in self._tensors and key not in self._old:
+                with _disable_current_modes():
+                    self._old[key] = _bytes(each).clone()
 
 
 class _Eager(torch.fx.Interpreter):
@@ -218,11 +264,11 @@ class _Eager(torch.fx.Interpreter):
 
     def attributes(self) -> list[Any]:
         """Return the values of the graph's attributes."""
-        return [self.fetch_attr(node.target) for node in self.graph.nodes if node.op == "get_attr"]  # type: ignore[arg-type]
+        return [self.fetch_attr(node.target) for node in self.graph.nodes if node.op == "get_attr"]
 
     def run_node(self, node: torch.fx.Node) -> Any:
         """Run an operator."""
-        self._repeats.path = self._path(node)
+        self._repeats.enter(self._path(node))
         return called_at(innermost_place(node.meta.get("stack_trace")), lambda: super(_Eager, self).run_node(node))
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -240,7 +286,7 @@ class _Eager(torch.fx.Interpreter):
     def leave_autocast(self) -> None:
         """Leave the autocasts that an error has left open."""
         while self._autocasts:
-            torch.amp.autocast_mode._exit_autocast(self._autocasts.pop())
+            torch.amp.autocast_mode._exit_autocast(self._autocasts.pop())  # type: ignore[no-untyped-call]
 
     def _path(self, node: torch.fx.Node) -> str | None:
         """Return the path of an operator's module; None if it is not known."""
@@ -267,7 +313,26 @@ def _roots(sources: Sequence[str], names: Sequence[str | None]) -> dict[str, str
     return roots
 
 
-def _is_tensor(value: Any) -> bool:
+def _disabled(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that torch.compile leaves alone, as all that it calls."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _limit(device: torch.device) -> float:
+    """Return how many bytes may be allocated on a GPU: half of the free ones that the run has never needed."""
+    allocated = torch.cuda.memory_allocated(device)
+    return allocated + (free_memory(device) + allocated - torch.cuda.max_memory_allocated(device)) / 2
+
+
+def _has_cuda_graphs() -> bool:
+    """Return whether compiled code runs as CUDA graphs, which own the memory of its arguments."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return False
+    return trees.get_container(torch.cuda.current_device()).tree_manager is not None
+
+
+def _is_plain(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
