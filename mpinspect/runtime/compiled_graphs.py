@@ -50,6 +50,7 @@ class Keeping:
     """Keeps the graphs that are compiled while it has users."""
 
     def __init__(self) -> None:
+        self._kept = 0
         #: The ids of the modules that the graphs call.
         self._modules: set[int] = set()
         self._users: set[int] = set()
@@ -71,6 +72,12 @@ class Keeping:
                 owner, original = self._replaced
                 owner.call_user_compiler, self._replaced = original, None
 
+    @property
+    def has_missed_any(self) -> bool:
+        """Whether graphs were compiled while none were kept."""
+        dynamo: Any = sys.modules.get("torch._dynamo.utils")
+        return dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > self._kept
+
     def inside(self, modules: Iterable[torch.nn.Module]) -> frozenset[int]:
         """Return the ids of modules that are compiled, or are called by compiled code, and of the modules inside them.
 
@@ -89,6 +96,7 @@ class Keeping:
         except Exception:
             return original(output, owner, *args, **kwargs)
         compiled = original(output, owner, *args, **kwargs)
+        self._kept += 1
         return _calling(captured, compiled) if isinstance(compiled, (FunctionType, MethodType)) else compiled
 
     def _may_be_loaded(self, *_: Any) -> None:

@@ -136,8 +136,9 @@ class Repeats:
             for own, other in zip(results, eager, strict=True)
             if isinstance(own, torch.Tensor) and id(own) not in given
         ]
-        for own, other in pairs:
-            self._made(own, other)
+        with torch.no_grad(), _disable_current_modes():
+            for own, other in pairs:
+                self._made(own.detach(), other.detach() if isinstance(other, torch.Tensor) else None)
         pairs = [(own, other) for own, other in pairs if own.grad_fn is not None and _takes_gradient(other)]
         if not pairs or not inputs:
             return
@@ -156,9 +157,10 @@ class Repeats:
         try:
             results = [backward.results[place] for place in backward.gradients]
             found = grad(results, list(backward.inputs.values()), list(backward.gradients.values()), allow_unused=True)
-            for name, gradient in zip(backward.inputs, found, strict=True):
-                if gradient is not None:
-                    self._differentiated(name, gradient)
+            with _disable_current_modes():
+                for name, gradient in zip(backward.inputs, found, strict=True):
+                    if gradient is not None:
+                        self._differentiated(name, gradient)
         except Exception as error:
             self._failed(error)
         finally:
