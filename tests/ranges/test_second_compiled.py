@@ -10,7 +10,6 @@ from torch._dynamo.utils import counters
 import mpinspect
 from mpinspect.ranges.faults.measure import repeats
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
 
 

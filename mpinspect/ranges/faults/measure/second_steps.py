@@ -28,7 +28,6 @@ from mpinspect.runtime.wrappers import named_plainly, plain_names
 
 #: The first step that an inspector has computed twice: before it, optimizers have no state.
 _EARLY_STEP = 1
-_COMPILED_BEFORE = "code that was compiled before mpinspect inspected it was not computed twice: attach the inspector before the first step"
 
 
 class RunningModules:
