@@ -66,8 +66,7 @@ class Repeats:
     def call(self, captured: Captured, compiled: Compiled, args: tuple[Any, ...], is_repeated: bool) -> Any:
         """Run a compiled graph, after its eager form if it trains, and if that is wanted."""
         trains = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        is_repeated &= trains and not self.is_over and not _has_cuda_graphs()
-        repeated = self._forward(captured, args) if is_repeated else None
+        repeated = self._forward(captured, args) if is_repeated and trains and not self.is_over else None
         first, self._is_hidden = _get_sequence_nr(), True
         try:
             results = compiled(*args)
@@ -86,6 +85,8 @@ class Repeats:
         """Run a graph's eager form; return its results and its arguments that take gradients, parameters by their names."""
         with ExitStack() as stack:
             try:
+                if _has_cuda_graphs():
+                    raise NotImplementedError("compiled code runs as CUDA graphs")
                 stack.callback(RandomState.now().restore)
                 given = [each.detach().requires_grad_(each.requires_grad) if _is_plain(each) else each for each in args]
                 if any(isinstance(each, torch.Tensor) and not _is_plain(each) for each in given):
@@ -331,7 +332,7 @@ def _has_cuda_graphs() -> bool:
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
-    return trees.get_container(torch.cuda.current_device()).tree_manager is not None
+    return trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
 
 
 def _is_plain(value: Any) -> bool:
