@@ -253,7 +253,7 @@ def test_one_graph_serves_several_blocks():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList([Grown(1.0), Grown(1.0), Grown(1e3)])
+            self.blocks = nn.ModuleList([Grown(1.0), Grown(1.0), Grown(1e4)])
 
         def forward(self, x):
             for each in self.blocks:

@@ -68,15 +68,18 @@ class WholeStep(SecondComputation):
         """Prepare an operator's second run; operators of compiled code are left out."""
         return [] if self._repeats.hides_operator() else super().before(func, args, kwargs)
 
-    def _repeated(self, result: torch.Tensor, eager: torch.Tensor | None) -> None:
-        """Let a result of compiled code have the twin of its eager form's."""
+    def _repeated(self, result: torch.Tensor, eager: torch.Tensor | None) -> bool:
+        """Let a result of compiled code have the twin of its eager form's; return whether one is finite if the other is."""
         self._kept.made([result])
-        if eager is not None and has_numbers(eager) and has_numbers(result):
-            # A backend that fuses operators does not round between them.
-            self._is_masked |= is_finite(result) and not is_finite(eager)
-        twin = self.twin(eager) if eager is not None and has_numbers(eager) else None
-        if twin is not None and has_numbers(result) and result.shape == twin.shape:
+        if eager is None or not has_numbers(eager) or not has_numbers(result):
+            return True
+        twin = self.twin(eager)
+        if twin is not None and result.shape == twin.shape:
             self._keep(result, twin, is_cast=False, is_ours=False)
+        # A backend that fuses operators does not round between them.
+        is_masked = is_finite(result) and not is_finite(eager)
+        self._is_masked |= is_masked
+        return not is_masked
 
     def _differentiated(self, name: str, gradient: torch.Tensor) -> None:
         """Compare a parameter's gradient in the eager form of compiled code."""

@@ -34,7 +34,8 @@ class Repeats:
 
     Args:
         parameters: the model's parameters by name.
-        made: called with each result of compiled code and that of its eager form, which may be None.
+        made: called with each result of compiled code and that of its eager form, which may be None; returns whether both are
+            finite, or neither.
         differentiated: called with the names and gradients of parameters, as the eager form has them.
         failed: called with the error of a repetition.
     """
@@ -42,7 +43,7 @@ class Repeats:
     def __init__(
         self,
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
-        made: Callable[[torch.Tensor, torch.Tensor | None], None],
+        made: Callable[[torch.Tensor, torch.Tensor | None], bool],
         differentiated: Callable[[str, torch.Tensor], None],
         failed: Callable[[Exception], None],
     ) -> None:
@@ -138,10 +139,12 @@ class Repeats:
             if isinstance(own, torch.Tensor) and id(own) not in given
         ]
         with torch.no_grad(), _disable_current_modes():
-            for own, other in pairs:
+            are_alike = [
                 self._made(own.detach(), other.detach() if isinstance(other, torch.Tensor) else None)
+                for own, other in pairs
+            ]
         pairs = [(own, other) for own, other in pairs if own.grad_fn is not None and _takes_gradient(other)]
-        if not pairs or not inputs:
+        if not pairs or not inputs or not all(are_alike):
             return
         backward = _Backward([other for _, other in pairs], inputs, self._backward)
         for place, (own, _) in enumerate(pairs):
