@@ -146,7 +146,7 @@ class Repeats:
         pairs = [(own, other) for own, other in pairs if own.grad_fn is not None and _takes_gradient(other)]
         if not pairs or not inputs or not all(are_alike):
             return
-        backward = _Backward([other for _, other in pairs], inputs, self._backward)
+        backward = _Backward([other for _, other in pairs], inputs, self._backward, self._failed)
         for place, (own, _) in enumerate(pairs):
             # A compiled function may call the backward, and would compile the hooks too.
             own.register_hook(_disabled(partial(backward.arrived, place)))  # type: ignore[no-untyped-call]
@@ -178,6 +178,7 @@ class _Backward:
         results: the results of the eager form.
         inputs: its arguments that take gradients.
         run: called once, at the end of the first backward that reaches a result.
+        failed: called with an error.
     """
 
     def __init__(
@@ -185,18 +186,22 @@ class _Backward:
         results: list[torch.Tensor],
         inputs: dict[str, torch.Tensor],
         run: Callable[[_Backward], None],
+        failed: Callable[[Exception], None],
     ) -> None:
-        self.results, self.inputs, self._run = results, inputs, run
+        self.results, self.inputs, self._run, self._failed = results, inputs, run, failed
         self.gradients: dict[int, torch.Tensor] = {}
 
     def arrived(self, place: int, gradient: torch.Tensor) -> None:
         """Keep a result's gradient."""
-        if not self.results:
-            return
-        if not self.gradients:
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(_disabled(self._ended))
-        self.gradients[place] = gradient
+        try:
+            if self.results and not self.gradients:
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(_disabled(self._ended))
+            if self.results:
+                self.gradients[place] = gradient
+        except Exception as error:
+            self.results, self.inputs = [], {}
+            self._failed(error)
 
     def _ended(self) -> None:
         self._run(self)
