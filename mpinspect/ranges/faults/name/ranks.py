@@ -464,9 +464,9 @@ class _OnTheWay(Sentences):
     )
     SUM_IN_FP32 = (
         "Sum in FP32: no compressing hook under DistributedDataParallel, MixedPrecisionPolicy(reduce_dtype=torch.float32) for "
-        "fully_shard. BF16 (bf16_compress_hook) has the range of FP32."
+        "fully_shard. Under NCCL, BF16 (bf16_compress_hook) has the range of FP32 in half the bytes."
     )
-    HOOK = "# in place of fp16_compress_hook\nddp.register_comm_hook(None, default_hooks.bf16_compress_hook)"
+    HOOK = "# in place of fp16_compress_hook\nddp.register_comm_hook(None, default_hooks.allreduce_hook)"
 
 
 def _flushed_on_the_way(case: Case) -> Iterator[Found]:
