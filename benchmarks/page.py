@@ -24,7 +24,9 @@ from targets import checked, verdicts
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import Progress, Session, TensorInfo, TensorKey, TensorWindow, Window
+from mpinspect.ranges.session import Progress, Session
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window
 from mpinspect.run.diff import diff
 
 #: Moves the slider over its range; returns the milliseconds of the script, and until every map shows each move.
@@ -41,7 +43,7 @@ _MOVES = """async () => {
     await new Promise(requestAnimationFrame);
     shows.push(performance.now() - begun);
   }
-  const outputs = [...document.querySelectorAll(".explorer output")].filter((each) => each.textContent === "2¹⁹");
+  const outputs = [...document.querySelectorAll(".explorer output")].filter((each) => each.textContent.includes("2¹⁹"));
   return [outputs.length, ...[works, shows].map((taken) => taken.sort((one, other) => one - other))];
 }"""
 

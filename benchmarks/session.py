@@ -36,9 +36,11 @@ from targets import checked
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.capture import recording as recordings
 from mpinspect.ranges.kinds import KINDS
-from mpinspect.ranges.session import Progress, RunInfo, TensorInfo, TensorKey, TensorWindow, Window
+from mpinspect.ranges.session import Progress, RunInfo
 from mpinspect.ranges.store import FILE_NAME, SessionWriter
 from mpinspect.ranges.store.sinks import open_sinks
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window
 
 BINS = 40
 ELEMENTS = 1 << 20

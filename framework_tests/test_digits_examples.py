@@ -13,7 +13,7 @@ import pytest
 from oracle import agrees
 
 from mpinspect import Session
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "frameworks"
 STEPS = 24

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import Progress, RunInfo, Session, TensorInfo, TensorKey, TensorWindow, Window
+from mpinspect.ranges.session import Progress, RunInfo, Session
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window
 
 #: The gradient at the logits of a word-level language model (vocabulary 4096, mean over 8192 tokens), 20 steps, counted
 #: in FP32 from 2^-44 upwards; and the exact powers of two among the values.

@@ -34,6 +34,8 @@ from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.store import FILE_NAME, SessionError, frames, read_session, save_session
+from mpinspect.ranges.windows.tensors import LostUpdates, TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting import forms
 from mpinspect.run.reading import read_run
 
@@ -76,10 +78,10 @@ def good_session() -> s.Session:
             histogram = ExponentHistogram.from_counts(
                 counts, low, powers_of_two=counts // 5, near_top=counts // 9, zeros=step, infs=int(step == 9)
             )
-            lost = {"float16": s.LostUpdates(step, step + 5, True)} if kind == kinds.UPDATE else {}
+            lost = {"float16": LostUpdates(step, step + 5, True)} if kind == kinds.UPDATE else {}
             peaks = {low + 5: 2, low + 4: 1}
-            key = s.TensorKey(f"block.{number}", kind)
-            tensors[key] = s.TensorWindow(
+            key = TensorKey(f"block.{number}", kind)
+            tensors[key] = TensorWindow(
                 histogram,
                 3,
                 peaks,
@@ -89,8 +91,8 @@ def good_session() -> s.Session:
                 lost,
                 2000,
             )
-            watched.append(s.TensorInfo(*key, f"block.{number}", "Linear", (3, 4), "float32", ""))
-        windows.append(s.Window(10 * step, 10 * step + 9, 3, tensors, {-3: 2, -1: 1}))
+            watched.append(TensorInfo(*key, f"block.{number}", "Linear", (3, 4), "float32", ""))
+        windows.append(Window(10 * step, 10 * step + 9, 3, tensors, {-3: 2, -1: 1}))
     scales = tuple(s.ScaleChange(10 * n, 2.0 ** (16 - n)) for n in range(8))
     progress = s.Progress(120, 36, 9, 240, True, True, "", scales, 60, 100, 0.5, 9.0)
     infos = {info.key: info for info in (*session.watched, *watched)}

@@ -8,6 +8,8 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.recipes import STOCHASTIC, WHOLE, Quantization, uniform
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
+from mpinspect.ranges.windows.tensors import LostUpdates, TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window
 
 names = st.text(max_size=12)
 counts = st.integers(0, 2**40)
@@ -34,10 +36,10 @@ def histograms(draw: st.DrawFn) -> ExponentHistogram:
     )
 
 
-lost_updates = st.builds(s.LostUpdates, counts, counts, st.booleans())
+lost_updates = st.builds(LostUpdates, counts, counts, st.booleans())
 storage_formats = st.sampled_from(["float16", "bfloat16", "float8_e4m3", "float8_e5m2"])
 tensor_windows = st.builds(
-    s.TensorWindow,
+    TensorWindow,
     histograms(),
     st.integers(0, 10**9),
     peak_maps,
@@ -47,10 +49,10 @@ tensor_windows = st.builds(
     st.dictionaries(storage_formats, lost_updates, max_size=2),
     counts,
 )
-keys = st.builds(s.TensorKey, names, st.sampled_from(kinds.KINDS))
+keys = st.builds(TensorKey, names, st.sampled_from(kinds.KINDS))
 tensors = st.dictionaries(keys, tensor_windows, max_size=4)
 windows = st.builds(
-    s.Window,
+    Window,
     st.integers(0, 10**9),
     st.integers(0, 10**9),
     st.integers(0, 10**6),
@@ -58,7 +60,7 @@ windows = st.builds(
     peak_maps,
 )
 tensor_infos = st.builds(
-    s.TensorInfo,
+    TensorInfo,
     names,
     st.sampled_from(kinds.KINDS),
     names,
@@ -115,13 +117,13 @@ sessions = st.builds(
 )
 
 
-KEY = s.TensorKey("weight", kinds.WEIGHT_GRADIENT)
+KEY = TensorKey("weight", kinds.WEIGHT_GRADIENT)
 
 
-def step_window(step: int, key: s.TensorKey = KEY) -> s.Window:
+def step_window(step: int, key: TensorKey = KEY) -> Window:
     """Return the window of one sampled step that counted step + 1 ones, so that the total of any prefix of a run is known."""
     histogram = ExponentHistogram.from_counts([step + 1], 0, powers_of_two=[step + 1], min_abs=1.0, max_abs=1.0)
-    return s.Window(step, step, 1, {key: s.TensorWindow(histogram, 1, {0: 1}, numel_max=step + 1)}, {0: 1})
+    return Window(step, step, 1, {key: TensorWindow(histogram, 1, {0: 1}, numel_max=step + 1)}, {0: 1})
 
 
 def full_session() -> s.Session:
@@ -137,17 +139,17 @@ def full_session() -> s.Session:
         min_abs=1.25 * 2**-5,
         max_abs=1.75 * 2**-3,
     )
-    tensor = s.TensorWindow(
+    tensor = TensorWindow(
         histogram,
         4,
         {-3: 3, -4: 1},
         ("bfloat16", "float16"),
         "float16",
         -41,
-        {"bfloat16": s.LostUpdates(5, 9, True)},
+        {"bfloat16": LostUpdates(5, 9, True)},
         2**34,
     )
-    key = s.TensorKey("encoder.Schicht_äß.重み", kinds.WEIGHT_GRADIENT)
+    key = TensorKey("encoder.Schicht_äß.重み", kinds.WEIGHT_GRADIENT)
     info = s.RunInfo(
         *("GröβeNet", "2024-05-06T07:08:09", (kinds.WEIGHT_GRADIENT, kinds.UPDATE), 10, False, {"torch": "2.13"}, 0.02),
         *(3, 8, ("encoder.*",), ("größe",), "cuda (Karte)"),
@@ -159,12 +161,12 @@ def full_session() -> s.Session:
     return s.Session(
         info,
         (
-            s.TensorInfo(
+            TensorInfo(
                 *(*key, "encoder.Schicht_äß", "Linear", (3, 5), "float32", "frozen: requires_grad is False"),
                 *("shard", 2, False),
             ),
         ),
-        (s.Window(10, 49, 4, {key: tensor}, {-3: 4}), s.Window(50, 90, 5, {key: tensor}, {-2: 5})),
+        (Window(10, 49, 4, {key: tensor}, {-3: 4}), Window(50, 90, 5, {key: tensor}, {-2: 5})),
         (
             s.Event(
                 step=12,

@@ -19,18 +19,9 @@ from mpinspect.ranges.analysis.report import (
     Verdict,
 )
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, KINDS, UPDATE, WEIGHT_GRADIENT
-from mpinspect.ranges.session import (
-    Event,
-    LostUpdates,
-    Progress,
-    RunInfo,
-    ScaleChange,
-    Session,
-    TensorInfo,
-    TensorKey,
-    TensorWindow,
-    Window,
-)
+from mpinspect.ranges.session import Event, Progress, RunInfo, ScaleChange, Session
+from mpinspect.ranges.windows.tensors import LostUpdates, TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting.finding import Finding
 
 HOSTILE_NAMES = (

@@ -13,7 +13,8 @@ from torch import nn
 
 from mpinspect import Inspector, LossScaler, MixedPrecision, count_exponents
 from mpinspect.ranges.kinds import KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.windows.tensors import TensorKey
 
 RANKS, STEPS, MICRO_BATCHES = 2, 4, 4
 #: The step in which rank 1 plants an infinity.

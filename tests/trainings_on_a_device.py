@@ -14,7 +14,7 @@ from trainings import take_step
 
 from mpinspect import Inspector, MixedPrecision, count_exponents
 from mpinspect.ranges.kinds import KINDS
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 DEVICE = stand_in_device.load()
 STEPS = 71

@@ -168,6 +168,7 @@ class Inspector:
             *(class_of(model).__name__, timestamp(), kinds, self._schedule.every, watch, _versions(), max_overhead),
             *(*rank_and_world(), selection.include or (), selection.exclude),
             devices_named(watched.parameter.device for watched in parameters),
+            model_layers.numbered(found),
         )
         # The ranks of a job sample the same steps.
         self._is_limited = has_limit and info.world_size == 1

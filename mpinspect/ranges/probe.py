@@ -18,7 +18,8 @@ from mpinspect.ranges.analysis.ranges import tensor_infos
 from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.capture.passes import GradientDifference, LossFunction, Passes, materialised
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting.rendering import RendersItself
 from mpinspect.runtime.untouched import RandomState
 

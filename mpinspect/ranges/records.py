@@ -683,6 +683,27 @@ class BrokenAlike(Record, kind="second-broken-alike"):
     from_finite: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreparedError(Record, kind="prepared-error"):
+    """A tensor that was computed before the first step, and is left then, whose FP32 twin differs. ``names``: the operator that
+    made most of the error, its line and phase.
+
+    Args:
+        elements: the number of its elements.
+        broken: the number of infinities and NaNs, none of which its twin has.
+        error: the norm of the error, relative to that of the twin.
+        changed: the number of whole numbers that a cast has changed.
+        value, exact: the worst element, and the twin's.
+    """
+
+    elements: float
+    value: float
+    exact: float
+    broken: float = 0
+    error: float = 0
+    changed: float = 0
+
+
 class CalledLines(Record, kind="second-lines"):
     """The lines of all calls of an operator, its name as ``text``, in a forward that takes a gradient."""
 

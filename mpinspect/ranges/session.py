@@ -8,25 +8,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from mpinspect.numeric.blocks import QuantizationLoss
-from mpinspect.numeric.exponents import ExponentHistogram, merge, ratio
-from mpinspect.numeric.formats import FORMATS
 from mpinspect.numeric.recipes import Products, is_grouped, least_even
 from mpinspect.ranges.kinds import KINDS
+from mpinspect.ranges.windows.tensors import Count, Kind, TensorInfo, TensorKey, TensorWindow, add_counts
+from mpinspect.ranges.windows.window import Window, merge_windows
 from mpinspect.reporting.words import class_beside
 from mpinspect.runtime.decoding import Between, OneOf
 
 if TYPE_CHECKING:
     from os import PathLike
     from pathlib import Path
-
-    from mpinspect.ranges.store.columns import TensorColumns
 
 #: Values of ``Event.what`` in addition to KINDS: the loss before and after a scaler multiplied it.
 LOSSES = ("loss", "scaled_loss")
@@ -52,169 +50,9 @@ TAKEN, SKIPPED, DROPPED, UNKNOWN = "taken", "skipped", "dropped", ""
 #: Traces of a conversion to a narrow format: torchao's converter was called, or one of its configurations exists.
 CONVERTER_CALLED, CONFIGURED = "convert_to_float8_training", "config"
 
-#: Values of ``TensorInfo.held``. "": unknown, or a single process. "own": each rank has its own value, like a gradient before
-#: the all-reduce. "shard": a part of a tensor whose elements are divided among the ranks. "replica": a copy.
-HELD = ("", "own", "shard", "replica")
-
-# Allowed values of fields, checked when a session is read from a file (``decoding.typed``).
-Kind = Annotated[str, OneOf(KINDS)]
-#: A number of steps or elements; the file's columns have the same range.
-Count = Annotated[int, Between(0, (1 << 63) - 1)]
-#: Limit of a magnitude's exponent: float64's -1074..1023, shifted by a float64 loss scale, up to the next power of two.
-LARGEST_EXPONENT = 4096
-Exponent = Annotated[int, Between(-LARGEST_EXPONENT, LARGEST_EXPONENT)]
 Seconds = Annotated[float, Between(-1e18, 1e18)]
 #: A loss scale; infinite if a scaler has grown it beyond its dtype.
 Scale = Annotated[float, Between(0.0, math.inf)]
-
-#: Maximum number of windows of a run. Drift is detected between eighths of the run, which then have at least 8 windows each.
-WINDOW_LIMIT = 128
-#: Maximum number of histograms in all windows, at about 1.5 kB of memory each: twice as many load in about a second.
-TENSOR_WINDOW_LIMIT = 1 << 16
-#: Smallest limit on the number of windows, however many tensors there are: fewer windows would blur drift over the run.
-LEAST_WINDOW_LIMIT = 16
-
-
-class TensorKey(NamedTuple):
-    """Identifies a tensor by the dotted path of its parameter (of its module, for the activation kinds) and its kind."""
-
-    name: str
-    kind: Kind
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor that the inspector watches, whether or not it was ever seen.
-
-    Args:
-        name, kind: see TensorKey.
-        module: dotted path of the module that owns it ("" is the model itself).
-        module_type: class name of that module.
-        shape: shape of the parameter; empty for activations, whose shape varies.
-        dtype: storage dtype of the parameter ("float32"); "" for activations.
-        note: why the tensor can't be captured, if known ("frozen: requires_grad is False"), else "".
-        held: how this process's tensor relates to the other ranks' tensors of the same name: one of HELD.
-        replicas: number of ranks that hold the same elements as this one, itself included; 1 unless replicated.
-        is_first: whether this rank is the first with these replicas; a sum over ranks includes only the first one's counts.
-
-    ``shape`` is the shape of the whole tensor, even if a rank holds only a shard.
-    """
-
-    name: str
-    kind: Kind
-    module: str
-    module_type: str
-    shape: tuple[Count, ...] = ()
-    dtype: str = ""
-    note: str = ""
-    held: Annotated[str, OneOf(HELD)] = ""
-    replicas: Count = 1
-    is_first: bool = True
-
-    @property
-    def key(self) -> TensorKey:
-        return TensorKey(self.name, self.kind)
-
-
-@dataclass(frozen=True)
-class LostUpdates:
-    """Parameter updates that are lost if the weights are stored in a given format: w + dw rounds back to w.
-
-    ``measured`` is True if the weights really are stored in the format: a lost update is then a weight that did not
-    change despite a non-zero gradient. Otherwise the losses were computed by rounding each w and dw of a wider weight.
-    """
-
-    lost: int
-    nonzero: int
-    measured: bool = False
-
-    def __add__(self, other: LostUpdates) -> LostUpdates:
-        return LostUpdates(self.lost + other.lost, self.nonzero + other.nonzero, self.measured and other.measured)
-
-    @property
-    def fraction(self) -> float:
-        """Share of the non-zero updates that are lost, 0..1."""
-        return ratio(self.lost, self.nonzero)
-
-
-#: The zero of the addition of LostUpdates.
-NO_LOST_UPDATES = LostUpdates(0, 0, measured=True)
-
-
-@dataclass(frozen=True)
-class TensorWindow:
-    """The counts of one tensor over one window of steps.
-
-    Args:
-        histogram: unscaled values of all samples together.
-        samples: number of tensors counted (a module called twice gives two per step, each micro-batch one).
-        peaks: ``peak_exponent`` (exponent of the largest magnitude, rounded to 11 bits) -> number of samples.
-        dtypes: storage dtypes of the tensors counted.
-        passed_through: name of the narrowest format that the values were rounded to before counting ("float16" under
-            FP16 autocast, even for the FP32 ``.grad``), "float32" for unrounded values.
-        floor_exponent: visibility floor: unscaled magnitudes up to 2^floor_exponent may have been flushed before
-            counting (the format's flush edge divided by the smallest scale used); None if no value was flushed before counting.
-        lost_updates: lost updates by name of the storage format; only for the kind "update".
-        numel_max: number of elements of the largest single sample.
-    """
-
-    histogram: ExponentHistogram
-    samples: int
-    peaks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-    dtypes: tuple[str, ...] = ("float32",)
-    passed_through: str = "float32"
-    floor_exponent: int | None = None
-    lost_updates: Mapping[str, LostUpdates] = field(default_factory=lambda: MappingProxyType({}))
-    numel_max: int = 0
-
-
-@dataclass(frozen=True)
-class Window:
-    """All counts of the sampled steps from first_step to last_step, both included.
-
-    ``tensors`` may be passed as any mapping and is stored as ``columns``. ``gradient_peaks`` maps the peak exponent over
-    *all* gradients of a step to the number of sampled steps with that peak.
-    """
-
-    first_step: int
-    last_step: int
-    sampled_steps: int
-    tensors: Mapping[TensorKey, TensorWindow]
-    gradient_peaks: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tensors", self.columns())
-
-    def columns(self) -> TensorColumns:
-        """Return the tensors as NumPy columns; ``tensors`` makes the objects on the first access."""
-        from mpinspect.ranges.store.columns import TensorColumns
-
-        return TensorColumns.of(self.tensors)
-
-    def times(self, weight: int) -> Window:
-        """Return the window as if each sample had been counted ``weight`` times; its steps and peaks are unchanged."""
-        return replace(self, tensors=self.columns().times(weight))
-
-    def of_kinds(self, kinds: Collection[str]) -> Window:
-        """Return the window with only the tensors of these kinds."""
-        return self._only(lambda key: key.kind in kinds)
-
-    def without(self, keys: Collection[TensorKey]) -> Window:
-        """Return the window without these tensors."""
-        return self._only(lambda key: key not in keys) if keys else self
-
-    def once(self, keys: Collection[TensorKey], parts: Sequence[Window]) -> Window:
-        """Return this window, merged from ``parts``, with the shards of each of these tensors counted as one sample.
-
-        ``samples`` becomes the largest of any part, ``numel_max`` the sum over the parts. The peaks stay the shards' peaks.
-        """
-        if not keys or not any(key in keys for key in self.tensors):
-            return self
-        return replace(self, tensors=self.columns().once(keys, [part.columns() for part in parts]))
-
-    def _only(self, wanted: Callable[[TensorKey], bool]) -> Window:
-        return replace(self, tensors=self.columns().only(wanted))
-
 
 #: Gradients that overflow at this loss scale overflow at any: even sums over millions of losses need none so low.
 LOWEST_USEFUL_SCALE = 2.0**-8
@@ -518,7 +356,7 @@ class RunInfo:
 
     ``rank`` of ``world_size`` processes wrote it; a single process is rank 0 of 1. ``include`` and ``exclude`` are the user's
     patterns of names to watch; empty by default. ``devices`` names the devices of the parameters; "" if unknown (arrays, older
-    files).
+    files). ``numbered``: by path, the classes of the modules whose path ends in a number and whose outputs are not counted.
     """
 
     model: str = ""
@@ -533,6 +371,7 @@ class RunInfo:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     devices: str = ""
+    numbered: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)
@@ -663,8 +502,13 @@ class Session:
     @cached_property
     def _classes(self) -> dict[str, str]:
         """The words that follow a module's quoted path that ends in a number: " (ReLU)"."""
-        found = ((repr(info.module), class_beside(info.module, info.module_type)) for info in self.watched)
+        types = {**self.info.numbered, **{info.module: info.module_type for info in self.watched}}
+        found = ((repr(path), class_beside(path, type)) for path, type in types.items())
         return {path: shown for path, shown in found if shown}
+
+    def class_beside(self, module: str) -> str:
+        """Return the words that follow a module's path, without quotes: " (ReLU)" if it ends in a number, else ""."""
+        return self._classes.get(repr(module), "")
 
     def with_classes(self, text: str) -> str:
         """Return a text with the class of each quoted module whose path ends in a number."""
@@ -793,115 +637,3 @@ class Session:
         from mpinspect.ranges.store import save_session
 
         return save_session(self, path)
-
-
-def merge_tensor_windows(parts: list[TensorWindow]) -> TensorWindow:
-    """Merge windows of one tensor: add the counts, and take the highest floor and the narrowest format."""
-    if len(parts) == 1:
-        return parts[0]
-    lost: dict[str, LostUpdates] = {}
-    for part in parts:
-        for name, updates in part.lost_updates.items():
-            lost[name] = lost.get(name, NO_LOST_UPDATES) + updates
-    return TensorWindow(
-        merge(part.histogram for part in parts),
-        sum(part.samples for part in parts),
-        add_counts(part.peaks for part in parts),
-        tuple(sorted({dtype for part in parts for dtype in part.dtypes})),
-        narrowest(part.passed_through for part in parts),
-        max((part.floor_exponent for part in parts if part.floor_exponent is not None), default=None),
-        lost,
-        max(part.numel_max for part in parts),
-    )
-
-
-def merge_windows(first: Window, *others: Window) -> Window:
-    """Merge neighbouring windows into one. The operation is associative."""
-    from mpinspect.ranges.store.merging import merge_columns
-
-    if not others:
-        return first
-    windows = (first, *others)
-    return Window(
-        min(window.first_step for window in windows),
-        max(window.last_step for window in windows),
-        sum(window.sampled_steps for window in windows),
-        merge_columns([window.columns() for window in windows]),
-        add_counts(window.gradient_peaks for window in windows),
-    )
-
-
-def coarsen(windows: Sequence[Window], limit: int) -> tuple[Window, ...]:
-    """Merge neighbouring windows until at most ``limit`` are left, in step order; every total stays exact.
-
-    The windows become about equally long (in sampled steps), even if old windows are coarsened repeatedly with new ones.
-
-    Raises:
-        ValueError: limit < 1.
-    """
-    groups = coarsen_plan([window.sampled_steps for window in windows], limit)
-    return tuple(merge_windows(*(windows[index] for index in group)) for group in groups)
-
-
-def window_limit(tensors: int) -> int:
-    """Return the maximum number of windows of a run with this many tensors: 128; beyond 512 tensors fewer, but at least 16."""
-    return max(LEAST_WINDOW_LIMIT, min(WINDOW_LIMIT, TENSOR_WINDOW_LIMIT // max(tensors, 1)))
-
-
-def coarsen_plan(sampled_steps: Sequence[int], limit: int) -> list[range]:
-    """Return the groups of neighbours that ``coarsen`` merges: at most ``limit`` ranges of indices, in order.
-
-    New windows are merged to the length of the old ones; the length is doubled only if too many windows are left.
-    """
-    if limit < 1:
-        raise ValueError(f"windows can't be coarsened to {limit}: at least 1 must stay")
-    if len(sampled_steps) <= limit:
-        return [range(index, index + 1) for index in range(len(sampled_steps))]
-    length = max(2, *sampled_steps)
-    while len(groups := _fill(sampled_steps, length)) > limit:
-        length *= 2
-    return groups
-
-
-def _fill(sizes: Sequence[int], length: int) -> list[range]:
-    """Group neighbours greedily, closing each group before its sum would exceed ``length``."""
-    groups: list[range] = []
-    start, filled = 0, 0
-    for index, size in enumerate(sizes):
-        # A window without samples counts as size 1; otherwise one group could take any number of empty windows.
-        size = max(size, 1)
-        if index > start and filled + size > length:
-            groups.append(range(start, index))
-            start, filled = index, 0
-        filled += size
-    return [*groups, range(start, len(sizes))]
-
-
-def narrowest(formats: Iterable[str]) -> str:
-    """Return the name of the format that flushes most; an unknown format counts as the worst."""
-    return max(formats, key=lambda name: (FORMATS[name].flush_edge if name in FORMATS else float("inf"), name))
-
-
-def add_counts(parts: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """Return the sum of mappings exponent -> count, sorted by exponent."""
-    total: dict[int, int] = {}
-    for part in parts:
-        for exponent, count in part.items():
-            total[exponent] = total.get(exponent, 0) + count
-    return dict(sorted(total.items()))
-
-
-def floor_exponent(format_name: str, scale: float | None) -> int | None:
-    """Return the largest exponent of an unscaled magnitude that a format may have flushed at a loss scale.
-
-    This applies to values that were rounded to the format before counting. None for float32: the values were not rounded.
-    An unknown scale counts as 1.
-    """
-    if format_name == "float32":
-        return None
-    return math.ceil(math.log2(FORMATS[format_name].flush_edge) - math.log2(scale or 1.0))
-
-
-def overflow_exponent(format_name: str, scale: float | None) -> int:
-    """Return the smallest unscaled exponent of a magnitude that overflowed to infinity in a format at a loss scale."""
-    return math.floor(FORMATS[format_name].max_exponent + 1 - math.log2(scale or 1.0))

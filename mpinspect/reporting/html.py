@@ -88,11 +88,10 @@ white-space:normal;overflow-wrap:normal}
 .mpinspect .strip i{width:4px;height:100%;background:var(--fill);opacity:0}
 .mpinspect .strip .s1{opacity:.16}.mpinspect .strip .s2{opacity:.34}.mpinspect .strip .s3{opacity:.62}
 .mpinspect .strip .s4{opacity:1}
-.mpinspect .amount{display:inline-block;width:min(36em,40vw);margin-right:.7em}
-.mpinspect .amount i{display:block;height:.8em;min-width:1px;background:var(--fill)}
-.mpinspect .error .amount i{background:var(--error)}.mpinspect .warning .amount i{background:var(--warning)}
+.mpinspect table:has(.amount){width:100%}.mpinspect td:has(.amount){width:38%}
+.mpinspect .amount{display:inline-block;width:calc(100% - 5em);margin-right:.7em;vertical-align:-.1em}
+.mpinspect .amount i{display:block;height:1em;min-width:1px;background:currentColor}
 .mpinspect .part{border-top:1px solid var(--line);margin-top:2em}.mpinspect .part>h2{color:var(--soft);font-weight:400}
-@media (min-width:1001px){.mpinspect .amount{width:min(60em,48vw)}}
 @media (max-width:760px){.mpinspect .p3,.mpinspect .p4{display:none}.mpinspect th,.mpinspect td{padding:.28em .45em}}
 @media (max-width:480px){.mpinspect .amount{width:20vw}.mpinspect .p1,.mpinspect .p2{display:none}
 .mpinspect td.name{min-width:7.5em}.mpinspect td.long{min-width:12em}

@@ -39,6 +39,7 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .panel .finding summary{cursor:pointer}.mpinspect .panel .finding .place{color:var(--soft);margin-left:.5em}
 .mpinspect .panel .finding .id{margin-left:.4em}
 .mpinspect a{color:var(--info)}
+.mpinspect .screen:not(:has(.explorer)) pre{user-select:all}
 .mpinspect .screen:not(:has(.explorer,.tab)){display:block}.mpinspect .screen:not(:has(.explorer,.tab)) .panel{border:0}
 .mpinspect.front>.terms{padding:0 clamp(.8em,3vw,2.5em) 1em}
 .mpinspect .below{padding:1.2em clamp(.8em,3vw,2.5em) 0}

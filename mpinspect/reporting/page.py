@@ -57,6 +57,7 @@ def _said_once(document: Document, above: tuple[str, ...]) -> Document:
 
 def _front_once(front: Front, said: tuple[str, ...]) -> Front:
     """Return a front whose findings leave out the message, fix and code that the verdict next to them has."""
+    said += tuple(block.text for block in front.verdict if isinstance(block, Line))
     listed = tuple(_listed_once(each, said) for each in front.findings)
     tabs = tuple(tab._replace(document=said_once(tab.document)) for tab in front.tabs)
     return replace(front, findings=listed, tabs=tabs)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 from mpinspect.ranges.capture.recording import WINDOWS_A_WRITE
 from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES
-from mpinspect.ranges.session import Event, Session, coarsen
+from mpinspect.ranges.session import Event, Session
 from mpinspect.ranges.store import FILE_NAME, session_bytes
+from mpinspect.ranges.windows.window import coarsen
 from mpinspect.run.directory import ALL_RANKS, ranks_of
 from mpinspect.run.ranks import ModelsOfRanks
 from mpinspect.runtime.appending import replace_whole

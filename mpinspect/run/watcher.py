@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from mpinspect.run.outcome import Recordings, Seen
 from mpinspect.runtime.guard import Guarded, guarded
 
 if TYPE_CHECKING:
+    from mpinspect.ranges.faults.measure.prepared import Preparation
+    from mpinspect.ranges.records import Record
     from mpinspect.run.models.attaching import Attacher
     from mpinspect.run.models.backwards import BackwardSearch
     from mpinspect.run.models.inspected_models import InspectedModels
@@ -54,11 +57,30 @@ class Watcher(Guarded):
         self._compiled = Compiled()
         self._patches = TorchPatches(self)
         self._parts: _Parts | None = None
+        self._preparation: Preparation | None = None
 
     def install(self) -> None:
         """Patch torch; most of mpinspect is imported only when the script makes an optimizer or runs a backward."""
         self._active = True
         self._patches.install()
+        self._prepare()
+
+    @guarded
+    def _prepare(self) -> None:
+        """Have the script's operators before its first step computed twice, unless it is one of several ranks."""
+        if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+            from mpinspect.ranges.faults.measure.prepared import Preparation
+
+            self._preparation = Preparation(self.seen.note)
+            self._preparation.begin()
+
+    @guarded
+    def _end_preparation(self) -> None:
+        if self._preparation is not None:
+            self._preparation.end()
+
+    def _prepared(self) -> list[Record]:
+        return [] if self._preparation is None else self._preparation.records()
 
     def finish(self) -> Recordings:
         """Remove the patches, detach from every model (waits for the GPU) and return the recordings. Never raises."""
@@ -176,6 +198,8 @@ class Watcher(Guarded):
         """Remove hooks from the compiled modules; called when ``torch.compile(given)`` has run."""
         if not self._active:
             return
+        # Some versions of torch compile nothing under a dispatch mode.
+        self._end_preparation()
         with self._lock.held():
             self._compiled.add(given)
             if self._parts is not None:
@@ -211,6 +235,7 @@ class Watcher(Guarded):
 
     def _finish(self) -> Recordings:
         self._active = False
+        self._end_preparation()
         with self._lock.held():
             self._patches.remove()
             parts = self._parts
@@ -240,7 +265,15 @@ class Watcher(Guarded):
 
         seen, lock, compiled = self.seen, self._lock, self._compiled
         models = InspectedModels(
-            self._options, self._directory, self._say, seen, lock, compiled, self._tracker, self._written
+            self._options,
+            self._directory,
+            self._say,
+            seen,
+            lock,
+            compiled,
+            self._tracker,
+            self._written,
+            self._prepared,
         )
         attaching = Attacher(models, seen, lock, compiled, self.attached)
         one_step = OneStep(self._options, self._directory, models, seen, compiled)

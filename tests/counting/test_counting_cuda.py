@@ -22,7 +22,7 @@ from mpinspect.counting.pieces import COUNTABLE, fills_its_memory
 from mpinspect.ranges.capture import device_rows
 from mpinspect.ranges.capture.device_rows import DeviceRows
 from mpinspect.ranges.kinds import KINDS
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 # -- unavailable kernels -------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from trainings import take_step
 from mpinspect import Inspector, LossScaler, MixedPrecision, count_blocks
 from mpinspect.counting.cuda import available
 from mpinspect.ranges.kinds import KINDS
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.training import PRECISIONS
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,8 @@ from trainers import LEARNING_RATE, hooks_on, loss_of, make_batches, make_net, s
 
 import mpinspect
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.windows.tensors import TensorKey
 
 lightning = pytest.importorskip("lightning")
 

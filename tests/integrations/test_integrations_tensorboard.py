@@ -27,8 +27,9 @@ from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.report.explorer import packed
-from mpinspect.ranges.session import Precision, Session, TensorKey
+from mpinspect.ranges.session import Precision, Session
 from mpinspect.ranges.store import save_session
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.run import record
 from mpinspect.run.report import ModelPart, RunReport
 from mpinspect.runtime import gpus

@@ -12,7 +12,7 @@ from mpinspect.kernels import analysis as tensor_cores
 from mpinspect.kernels.analysis import KERNEL_FINDING_IDS, analyse_kernels
 from mpinspect.kernels.records import Device
 from mpinspect.reporting.finding import SEVERITIES
-from mpinspect.reporting.forms import render
+from mpinspect.reporting.forms import document
 
 
 def findings(*traces, **options):
@@ -174,7 +174,8 @@ def test_matrix_vector_products_alone_are_information():
     assert "matrix-vector products, which memory limits" in finding.message
     assert "larger batch" in finding.fix
     mixed = findings(trace(*runs, kernel(made.SGEMM, 100, mm(512, 512, 512, "float"))))["tensor-cores-unused"]
-    assert (mixed.severity, mixed.fix) == ("warning", "See eligible-not-used for the causes.")
+    assert mixed.severity == "warning"
+    assert mixed.code == 'torch.set_float32_matmul_precision("high")'
 
 
 def test_a_trace_without_eligible_products_has_a_fix():
@@ -307,13 +308,18 @@ def test_idle():
     assert "only 4.00 us on average" in short.fix
 
 
-def test_a_share_names_the_time_of_which_it_is_one_and_the_legend_explains_only_the_signs_that_are_there():
+def test_bars_are_shares_of_the_time_from_the_first_kernel_to_the_last_and_a_finding_has_its_own():
     measured = trace(kernel(made.NATIVE, 80, mm(64, 64, 64)), idle_us=40)
     estimated = trace(kernel(made.HGEMM, 80, mm(512, 512, 512)), idle_us=40)
-    for given, is_estimate in ((measured, False), (estimated, True)):
-        lost = render(analyse_kernels([given]), ".html").partition("Time lost")[2].partition("Findings")[0]
-        assert "of 120 us" in lost
-        assert ("~: at most" in lost) is is_estimate
+    for given, place in ((measured, "33% of the time"), (estimated, "~")):
+        front = document(analyse_kernels([given])).front
+        (tab,) = front.tabs
+        (time,), (kernels,) = (section.blocks[0].tables for section in tab.document.blocks)
+        assert [table.columns[0].heading for table in (time, kernels)] == ["of 120 us"] * 2
+        idle, product, *_ = time.rows
+        assert (idle[0].text, idle[0].bar, idle[2].text) == ("33%", 0.5, "idle")
+        assert (product[0].text, product[0].bar) == ("67%", 1.0)
+        assert place in {each.place[: len(place)] for each in front.findings}
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,10 @@ LAWS = {
 #: Imports that are forbidden inside rooms. An object's ``str()`` and ``to_dataframe()`` may import its report when called.
 OWN_FORMS = {"mpinspect.ranges.analysis.report"}
 NEVER = [
+    (
+        "ranges.windows",
+        ("ranges.session", "ranges.store", "ranges.capture", "ranges.faults", "ranges.analysis", "ranges.report"),
+    ),
     ("ranges.capture", ("ranges.faults", "ranges.analysis", "ranges.report", "ranges.store.sinks")),
     ("ranges.analysis", ("ranges.faults", "ranges.report", "ranges.capture", "ranges.store")),
     ("ranges.faults.measure", ("ranges.faults.name", "ranges.analysis", "ranges.report")),
@@ -50,7 +54,7 @@ NEVER = [
 ]
 #: Read saved sessions, traces and recordings, on machines without torch.
 WITHOUT_TORCH = (
-    *("numeric", "reporting", "ranges.session", "ranges.store"),
+    *("numeric", "reporting", "ranges.windows", "ranges.session", "ranges.store"),
     *(
         "ranges.analysis",
         "ranges.faults.registry",
@@ -293,7 +297,7 @@ def test_the_import_reader_finds_every_form_of_import(tmp_path):
 
 #: The permitted cycles of modules, each with its reason.
 CIRCLES = {
-    # Session.load and save, and windows made of columns, are the session's own methods; store is made of its records.
+    # Session.load and save import the store when called; the store reads and writes the session's records.
     "mpinspect.ranges.session": "mpinspect.ranges.store",
     # A report's str() and to_dataframe() import their code when called.
     "mpinspect.ranges.analysis.report": "mpinspect.ranges.report",

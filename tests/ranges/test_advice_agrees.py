@@ -18,7 +18,8 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.overflow_odds import Ceiling, log2_highest, tolerance_factor
 from mpinspect.ranges.report.layers import flushed_at_recommended, log2_recommended, range_strip
-from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, Window
+from mpinspect.ranges.session import Event, Progress, ScaleChange, Session
+from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting.forms import render
 
 LARGE = spread({-20: 1000, -6: 10})

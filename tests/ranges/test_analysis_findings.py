@@ -15,20 +15,9 @@ from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.kinds import ACTIVATION, KINDS, UPDATE, WEIGHT
-from mpinspect.ranges.session import (
-    Event,
-    LostUpdates,
-    Measurement,
-    OptimizerRecord,
-    Precision,
-    Progress,
-    ScaleChange,
-    Session,
-    TensorInfo,
-    TensorKey,
-    TensorWindow,
-    Window,
-)
+from mpinspect.ranges.session import Event, Measurement, OptimizerRecord, Precision, Progress, ScaleChange, Session
+from mpinspect.ranges.windows.tensors import LostUpdates, TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting.finding import SEVERITIES
 
 FINE = spread({-14: 5000, -12: 20000, -6: 10}, zeros=25000)

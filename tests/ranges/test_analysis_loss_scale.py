@@ -18,7 +18,8 @@ from mpinspect.ranges.analysis.overflow_odds import (
     tolerated_overflows,
 )
 from mpinspect.ranges.analysis.report import ScaleConflict, TimeBlock
-from mpinspect.ranges.session import Progress, Session, Window
+from mpinspect.ranges.session import Progress, Session
+from mpinspect.ranges.windows.window import Window
 
 finite_spreads = st.dictionaries(st.integers(-60, 20), st.integers(1, 10**6), min_size=1, max_size=12).map(spread)
 

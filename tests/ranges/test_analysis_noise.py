@@ -5,7 +5,7 @@ from analysis_sessions import activation, session_of, spread, weight, window_of
 
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.noise import without_noise
-from mpinspect.ranges.session import TensorInfo, TensorKey
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
 
 STEPS, ROWS, CHANNELS = 100, 4096, 32
 BIAS = TensorInfo("conv.bias", "weight_gradient", "conv", "Conv2d", (CHANNELS,), "float32")

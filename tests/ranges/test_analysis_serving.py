@@ -16,7 +16,7 @@ from mpinspect.ranges.analysis.serving import (
     least_log2_scale,
 )
 from mpinspect.ranges.analysis.visibility import Visibility
-from mpinspect.ranges.session import TensorInfo
+from mpinspect.ranges.windows.tensors import TensorInfo
 
 FORMATS = (FLOAT16, FLOAT16_FTZ, BFLOAT16, FLOAT8_E4M3)
 

@@ -8,7 +8,7 @@ from trainings import take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.capture.steps import CallChoice, Schedule, StepClock
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 
 class Optimizer:

@@ -12,7 +12,7 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.capture import tally as tally_module
 from mpinspect.ranges.capture.backward_scale import BackwardScale, from_number
 from mpinspect.ranges.capture.tally import HostCopy, Sample, Tally
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 KEY = TensorKey("fc.weight", "weight_gradient")
 

@@ -30,7 +30,7 @@ import mpinspect
 from mpinspect import Inspector, count_exponents
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.kinds import KINDS
-from mpinspect.ranges.session import TensorKey, TensorWindow
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow
 
 ALL_KINDS = ("weight_gradient", "activation_gradient", "activation", "weight", "update")
 

@@ -15,8 +15,10 @@ from mpinspect.ranges.analysis.comparison import RANGE_DIFF_IDS, compare_ranges
 from mpinspect.ranges.analysis.parting import LEAST_BEYOND, courses, stretches
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.report.comparison import headline
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window, merge_windows
 
-LAYER, HEAD = s.TensorKey("body.weight", WEIGHT_GRADIENT), s.TensorKey("head", ACTIVATION_GRADIENT)
+LAYER, HEAD = TensorKey("body.weight", WEIGHT_GRADIENT), TensorKey("head", ACTIVATION_GRADIENT)
 ELEMENTS = 4096
 
 
@@ -29,14 +31,14 @@ def drawn(centre, seed, elements=ELEMENTS, zero=0.0):
 
 
 def window(first, last, tensors, sampled=None):
-    counted = {key: s.TensorWindow(histogram, last - first + 1) for key, histogram in tensors.items()}
-    return s.Window(first, last, sampled or last - first + 1, counted)
+    counted = {key: TensorWindow(histogram, last - first + 1) for key, histogram in tensors.items()}
+    return Window(first, last, sampled or last - first + 1, counted)
 
 
 def run(windows, **fields):
     """Return a session of these windows, with all their tensors as watched."""
     keys = dict.fromkeys(key for each in windows for key in each.tensors)
-    watched = tuple(s.TensorInfo(key.name, key.kind, key.name, "Linear") for key in keys)
+    watched = tuple(TensorInfo(key.name, key.kind, key.name, "Linear") for key in keys)
     steps = max((each.last_step for each in windows), default=-1) + 1
     progress = s.Progress(steps, steps, 0, steps, True, True, "", (s.ScaleChange(0, 1.0),))
     return dataclasses.replace(
@@ -87,8 +89,8 @@ def test_windows_are_merged_until_both_runs_cover_the_same_steps():
     found = stretches(first, second)
     assert [(each.first_step, each.last_step, each.same_steps) for each in found] == [(0, 3, True), (4, 11, True)]
     assert [each.first.sampled_steps for each in found] == [4, 8]
-    total = s.merge_windows(*first.windows).tensors[LAYER].histogram
-    assert s.merge_windows(*(each.first for each in found)).tensors[LAYER].histogram == total
+    total = merge_windows(*first.windows).tensors[LAYER].histogram
+    assert merge_windows(*(each.first for each in found)).tensors[LAYER].histogram == total
 
 
 def test_steps_of_a_single_run_are_not_compared():
@@ -220,7 +222,7 @@ def test_a_tensor_missing_from_one_runs_step_is_a_difference():
 
 
 def test_comparing_many_tensors_in_batches_finds_the_moved_one():
-    keys = [s.TensorKey(f"layer.{number}.weight", WEIGHT_GRADIENT) for number in range(300)]
+    keys = [TensorKey(f"layer.{number}.weight", WEIGHT_GRADIENT) for number in range(300)]
     first = run([window(0, 0, {key: drawn(-12, 1) for key in keys})])
     second = run([window(0, 0, {key: drawn(-12 if key != keys[-1] else -2, 1) for key in keys})])
     found = courses(stretches(first, second), keys)
@@ -269,14 +271,14 @@ def test_the_headline_lists_settings_that_made_no_difference():
 
 
 def test_only_parameters_of_both_runs_are_compared_by_shape():
-    info = s.TensorInfo("a.weight", WEIGHT_GRADIENT, "a", "Linear", (3, 5))
+    info = TensorInfo("a.weight", WEIGHT_GRADIENT, "a", "Linear", (3, 5))
     first = run([], watched=(info,))
     second = run([], watched=(dataclasses.replace(info, shape=(3, 6)), dataclasses.replace(info, name="b.weight")))
     assert list(changed_settings(first, second)) == [Change("shape of a.weight", "3x5", "3x6")]
 
 
 def test_layers_of_a_single_run_are_listed():
-    other = s.TensorKey("extra.weight", WEIGHT_GRADIENT)
+    other = TensorKey("extra.weight", WEIGHT_GRADIENT)
     diff = compared(
         run([window(0, 0, {LAYER: drawn(-12, 0), HEAD: drawn(-9, 1)})]),
         run([window(0, 0, {LAYER: drawn(-12, 0), other: drawn(-9, 1)})]),

@@ -32,6 +32,8 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.store import FILE_NAME, SessionError, SessionWriter, read_session, writer
 from mpinspect.ranges.store.frames import HEADER
 from mpinspect.ranges.store.sinks import open_sinks
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window
 from mpinspect.run.directory import claim
 from mpinspect.run.ending import Ending
 from mpinspect.run.options import LaunchOptions, Rank
@@ -325,7 +327,7 @@ class Log:
     def __init__(self, directory: Path) -> None:
         self._file = (directory / "log").open("xb", buffering=0)
 
-    def window(self, window: s.Window) -> None:
+    def window(self, window: Window) -> None:
         for _ in range(64):
             if self._file.write(b"12345678") < 8:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -338,15 +340,15 @@ class Log:
     watched = event = note = measurement = precision = progress
 
 
-def large_window(step: int) -> s.Window:
+def large_window(step: int) -> Window:
     """Return a window of some kilobytes that does not compress."""
     draw = random.Random(step)
     tensors = {}
     for number in range(60):
         counts = [draw.randrange(1, 9999) for _ in range(30)]
         histogram = ExponentHistogram.from_counts(counts, 0, powers_of_two=[0] * 30, min_abs=1.0, max_abs=2.0**29)
-        tensors[s.TensorKey(f"w{number}", kinds.WEIGHT_GRADIENT)] = s.TensorWindow(histogram, 1, {29: 1}, numel_max=9)
-    return s.Window(step, step, 1, tensors, {29: 1})
+        tensors[TensorKey(f"w{number}", kinds.WEIGHT_GRADIENT)] = TensorWindow(histogram, 1, {29: 1}, numel_max=9)
+    return Window(step, step, 1, tensors, {29: 1})
 
 
 @pytest.mark.usefixtures("_steady")

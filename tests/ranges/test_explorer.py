@@ -24,7 +24,8 @@ from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges import analyse as analysing
 from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell, data, packed
-from mpinspect.ranges.session import Precision, Progress, ScaleChange, ScalerRecord, Session, TensorKey
+from mpinspect.ranges.session import Precision, Progress, ScaleChange, ScalerRecord, Session
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.forms import document, render
 from mpinspect.reporting.html import fragment

@@ -18,7 +18,7 @@ from mpinspect.counting.cpu import counter
 from mpinspect.ranges.capture import host_rows, judge, largest, tally, updates, watch, weights
 from mpinspect.ranges.capture.host_rows import HostRows
 from mpinspect.ranges.kinds import KINDS
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 STEPS = 6
 #: The size of the failing layer's tensors; no other tensor has as many elements.

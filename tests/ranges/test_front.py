@@ -21,7 +21,8 @@ from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.records import LeftOver
 from mpinspect.ranges.report.comparison import headline
-from mpinspect.ranges.session import OptimizerRecord, Precision, ScaleChange, Session, TensorInfo, TensorKey
+from mpinspect.ranges.session import OptimizerRecord, Precision, ScaleChange, Session
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
 from mpinspect.reporting import html
 from mpinspect.reporting.document import Code, Document, Line
 from mpinspect.reporting.finding import SEVERITIES_EXPLAINED
@@ -194,18 +195,45 @@ def test_kernels_and_shapes_are_tabs_with_the_number_of_their_findings():
         ("shapes", "", "Shapes (1 warning)"),
     ]
     # Each is in its tab, and not again below.
-    for words in ("Time lost, the most first", "Products, worst first"):
+    for words in ("GPU time", "By kernel", "Products, worst first"):
         assert page.count(words) == 1
         assert page.index(words) < page.index('class="below"')
     assert 'class="tabs"' not in render(of_run(broken()), ".html")
 
 
-def test_the_time_lost_is_in_order_an_idle_gpu_first():
+def test_the_kernels_tab_begins_with_bars_an_idle_gpu_first():
+    page = render(with_speed(), ".html")
+    assert page.index("GPU time") < page.index("By kernel") < page.index(">Findings</h")
+    (rows,) = re.findall(r"GPU time</h\d>.*?<tbody>(.*?)</tbody>", page, re.DOTALL)
+    # A verdict that is explained is an element of its own.
+    shown = re.findall(r">(idle|native|degraded|other|copies)<", rows)
+    assert shown == ["idle", "native", "degraded", "other", "copies"]
+    assert re.findall(r"width:([\d.]+)%", rows)[0] == "100.0"
+
+
+def test_a_page_of_kernels_or_shapes_alone_has_a_first_screen(browser: Any, axe: str, tmp_path: Path) -> None:  # noqa: F811
     report = with_speed()
-    (rows,) = re.findall(r"Time lost, the most first</h\d>.*?<tbody>(.*?)</tbody>", render(report, ".html"), re.DOTALL)
-    assert re.findall(r"<td[^>]*>([\w-]+)</td></tr>", rows) == ["gpu-idle", "used-but-degraded"]
-    idle = next(finding for finding in report.kernels.findings if finding.id == "gpu-idle").evidence["fraction"]
-    assert re.findall(r"width:([\d.]+)%", rows)[0] == f"{100 * idle:.1f}"
+    for alone, name, fix in ((report.kernels, "kernels", "torch.compile("), (report.shapes, "shapes", "")):
+        path = alone.save(tmp_path / f"{name}.html")
+        page = browser.new_context(offline=True, viewport=SCREEN).new_page()
+        troubles: list[str] = []
+        page.on("console", lambda message, troubles=troubles: troubles.append(message.text))
+        page.goto(f"file://{path}")
+        bars = page.locator(f".tab.{name}").bounding_box()
+        assert bars["width"] * bars["height"] > 0.6 * SCREEN["width"] * SCREEN["height"]
+        assert page.locator(f".tab.{name} .amount i").first.bounding_box()["y"] < 200
+        assert page.text_content(".bar .state") == "Warning"
+        assert page.locator(".panel .finding").count() == len(
+            [each for each in alone.findings if each in listed_of(alone)]
+        )
+        assert fix in (page.text_content(".panel pre") if fix else "")
+        page.evaluate(axe)
+        assert page.evaluate("axe.run().then(found => found.violations.map(each => each.id))") == []
+        assert troubles == []
+
+
+def listed_of(report: Any) -> Any:
+    return getattr(report, "listed", report.findings)
 
 
 def test_a_run_without_a_model_opens_with_its_kernels_and_the_costliest_finding():

@@ -16,7 +16,7 @@ from mpinspect.counting.cpu import counter
 from mpinspect.ranges.capture import host_rows
 from mpinspect.ranges.capture.host_rows import HostRows
 from mpinspect.ranges.capture.tally import Tally
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 
 @pytest.fixture(autouse=True)

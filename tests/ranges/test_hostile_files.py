@@ -26,6 +26,8 @@ from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.store import FILE_NAME, SessionError, frames, read_session, save_session
 from mpinspect.ranges.store import checks as counts
+from mpinspect.ranges.windows.tensors import LostUpdates, TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window
 
 #: The limit of memory for reading a file of a few megabytes.
 MOST_MB = 1000
@@ -124,9 +126,9 @@ def changed_window(change: Callable[[dict[str, Any], dict[str, np.ndarray]], Non
 @functools.cache
 def _two_tensors() -> bytes:
     histogram = ExponentHistogram.from_counts([3, 0, 7], -5, powers_of_two=[1, 0, 2], near_top=[1, 0, 2], zeros=2)
-    tensor = s.TensorWindow(histogram, 4, {-3: 3, -4: 1}, lost_updates={"float16": s.LostUpdates(1, 2)})
-    tensors = {s.TensorKey(name, kinds.WEIGHT_GRADIENT): tensor for name in "ab"}
-    session = s.Session(windows=(s.Window(0, 9, 4, tensors, {-3: 4}),))
+    tensor = TensorWindow(histogram, 4, {-3: 3, -4: 1}, lost_updates={"float16": LostUpdates(1, 2)})
+    tensors = {TensorKey(name, kinds.WEIGHT_GRADIENT): tensor for name in "ab"}
+    session = s.Session(windows=(Window(0, 9, 4, tensors, {-3: 4}),))
     with tempfile.TemporaryDirectory() as folder:
         return save_session(session, folder).read_bytes()
 
@@ -289,19 +291,19 @@ def assert_plain(text: str) -> None:
 def steering_session() -> s.Session:
     """Return a session in which every name contains ``NAME``."""
     session = hostile.good_session()
-    context = {"dtypes": (NAME,), "passed_through": NAME, "lost_updates": {NAME: s.LostUpdates(3, 5)}}
+    context = {"dtypes": (NAME,), "passed_through": NAME, "lost_updates": {NAME: LostUpdates(3, 5)}}
 
-    def named(window: s.Window) -> s.Window:
+    def named(window: Window) -> Window:
         import dataclasses
 
         tensors = {
-            s.TensorKey(key.name + NAME, key.kind): dataclasses.replace(tensor, **context)
+            TensorKey(key.name + NAME, key.kind): dataclasses.replace(tensor, **context)
             for key, tensor in window.tensors.items()
         }
         return dataclasses.replace(window, tensors=tensors)
 
     watched = [
-        s.TensorInfo(info.name + NAME, info.kind, NAME, NAME, info.shape, NAME, note)
+        TensorInfo(info.name + NAME, info.kind, NAME, NAME, info.shape, NAME, note)
         for info, note in zip(session.watched, [NAME, ""] * 20, strict=False)
     ]
     events = [

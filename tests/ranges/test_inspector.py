@@ -18,7 +18,9 @@ from trainings import take_step
 import mpinspect
 from mpinspect import Inspector, MpinspectWarning, Recorder, Session
 from mpinspect.ranges.capture.recording import EVENT_LIMIT, Recording
-from mpinspect.ranges.session import WINDOW_LIMIT, Event, RunInfo, TensorKey, Window
+from mpinspect.ranges.session import Event, RunInfo
+from mpinspect.ranges.windows.tensors import TensorKey
+from mpinspect.ranges.windows.window import WINDOW_LIMIT, Window
 from mpinspect.runtime.device import devices_named
 from mpinspect.training import LossScaleWarning
 

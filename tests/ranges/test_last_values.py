@@ -18,7 +18,7 @@ from mpinspect.ranges.capture import observations
 from mpinspect.ranges.capture.host_rows import HostRows
 from mpinspect.ranges.capture.observations import LastValues
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 _LENGTH = observations._LEAST
 _BLOCK = (256, _LENGTH // 256)

@@ -12,7 +12,8 @@ from trainings import take_step
 from mpinspect import FLOAT16, Inspector, MpinspectWarning, count_exponents
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.capture.backward_scale import BackwardScale, from_callable, from_number, from_scaler
-from mpinspect.ranges.session import Session, TensorKey, TensorWindow
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow
 
 
 def _model() -> nn.Linear:

@@ -20,10 +20,9 @@ from mpinspect.ranges.session import (
     Progress,
     ScaleChange,
     Session,
-    TensorInfo,
-    TensorKey,
-    coarsen,
 )
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
+from mpinspect.ranges.windows.window import coarsen
 
 NAMES = ("embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1.fc1", "blocks.1.fc2", "head")
 GRADIENT = "activation_gradient"
@@ -113,7 +112,7 @@ def test_a_culprit_without_a_tensor_of_its_own_has_a_row_and_marks_no_other(
     assert shown["near"] == near
     assert (shown["name"], shown["said"], shown["step"]) == (name, "first NaN: step 5, forward", 5)
     assert shown["after"] is after
-    assert ("\u25b7: next to the place." in shown["words"]) is bool(near)
+    assert ("\u25b7 marks" in shown["words"]) is bool(near)
     # No kind of tensor would show the loss or the batch.
     is_of_module = fields.get("what") != "loss" and "given" not in fields
     assert ("Activations were not counted" in shown["words"]) is is_of_module

@@ -18,7 +18,8 @@ from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY, NotOneModelError, RankSum, largest_of, merge_ranks, ranks_named
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.report.rank_words import rank_sentences
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
+from mpinspect.ranges.windows.window import Window, coarsen
 
 quick = settings(
     deadline=None,
@@ -36,7 +37,7 @@ def of_rank(rank, centre=-10, of=4, blocks=8, held="own", progress=None, **other
     """Return the session of a rank: eight windows of ten steps, with one gradient near 2^centre that varies by a tenth."""
     key = weight("fc.weight")
     parts = [{key: spread({centre: 1000 + 100 * (i % 2), centre + 1: 1000, centre + 2: 500})} for i in range(blocks)]
-    infos = [s.TensorInfo(*key, "fc", "Linear", (50, 50), "float32", held=held, **others)]
+    infos = [TensorInfo(*key, "fc", "Linear", (50, 50), "float32", held=held, **others)]
     return ranked(session_of(*parts, infos=infos, progress=progress), rank, of)
 
 
@@ -61,10 +62,10 @@ def several_ranks(draw):
         windows = []
         for step in range(4):
             chosen = draw(st.lists(st.sampled_from(keys), unique=True, max_size=3))
-            windows.append(s.Window(step, step, 1, {key: draw(made.tensor_windows) for key in chosen}, {-step: 1}))
+            windows.append(Window(step, step, 1, {key: draw(made.tensor_windows) for key in chosen}, {-step: 1}))
         if draw(st.booleans()):
-            windows = s.coarsen(windows, 2)
-        infos = tuple(s.TensorInfo(*key, key.name, "Linear") for key in keys)
+            windows = coarsen(windows, 2)
+        infos = tuple(TensorInfo(*key, key.name, "Linear") for key in keys)
         progress = s.Progress(4, 4)
         ranks.append(s.Session(s.RunInfo("Net", rank=rank, world_size=3), infos, tuple(windows), progress=progress))
     return ranks
@@ -107,7 +108,7 @@ def test_merging_ranks_adds_their_counts(ranks):
 def test_overlapping_windows_are_merged_and_steps_count_once():
     key = made.KEY
     one = s.Session(s.RunInfo(world_size=2), windows=tuple(made.step_window(step) for step in range(4)))
-    other = s.Session(s.RunInfo(rank=1, world_size=2), windows=s.coarsen(one.windows[:3], 2))
+    other = s.Session(s.RunInfo(rank=1, world_size=2), windows=coarsen(one.windows[:3], 2))
     merged = merge_ranks([one, other])
     assert [(w.first_step, w.last_step, w.sampled_steps) for w in merged.windows] == [(0, 1, 2), (2, 2, 1), (3, 3, 1)]
     assert [w.tensors[key].samples for w in merged.windows] == [4, 2, 1]
@@ -257,7 +258,7 @@ def test_replicas_of_weights_that_differ_are_an_error():
     key = TensorKey("fc.weight", kinds.WEIGHT)
 
     def copy(rank, top):
-        info = s.TensorInfo(*key, "fc", "Linear", (5, 5), "float32", "", "replica", 3, rank == 0)
+        info = TensorInfo(*key, "fc", "Linear", (5, 5), "float32", "", "replica", 3, rank == 0)
         return ranked(session_of({key: spread({-3: 20, top: 5})}, infos=[info]), rank, 3)
 
     report = analyse(merge_ranks([copy(0, 0), copy(1, 0), copy(2, 1)]))
@@ -441,12 +442,8 @@ def test_shards_count_once_when_columns_are_merged():
         TensorKey(f"{n}", kinds.WEIGHT_GRADIENT): window_of(ExponentHistogram.from_counts([n + 1], -n), n + 1)
         for n in range(50)
     }
-    infos = tuple(
-        s.TensorInfo(*key, key.name, "Linear", held="shard" if int(key.name) % 2 else "own") for key in tensors
-    )
-    ranks = [
-        ranked(s.Session(watched=infos, windows=(s.Window(0, 0, 1, dict(tensors)),)), rank, 3) for rank in range(3)
-    ]
+    infos = tuple(TensorInfo(*key, key.name, "Linear", held="shard" if int(key.name) % 2 else "own") for key in tensors)
+    ranks = [ranked(s.Session(watched=infos, windows=(Window(0, 0, 1, dict(tensors)),)), rank, 3) for rank in range(3)]
     totals = functools.reduce(lambda total, rank: merge_ranks([total, rank]), ranks[1:], ranks[0]).totals()
     samples = np.array([totals[key].samples for key in tensors])
     assert (samples == np.array([(n + 1) * (1 if n % 2 else 3) for n in range(50)])).all()

@@ -19,7 +19,7 @@ from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
 from mpinspect.ranges.faults.measure.averaged import AVERAGED
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.run.directory import ALL_RANKS
 
 _WITHOUT_FSDP2 = pytest.mark.skipif(bool(trained.NO_FSDP2), reason=trained.NO_FSDP2)

@@ -17,7 +17,7 @@ from rounding_oracle import exponent_counts
 from mpinspect import Inspector, MpinspectWarning, Session, count_exponents
 from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.recorder import Recorder
-from mpinspect.ranges.session import TensorKey, TensorWindow
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow
 
 RANDOM = np.random.default_rng(0)
 

@@ -20,7 +20,9 @@ from mpinspect.ranges.capture import recording as recordings
 from mpinspect.ranges.capture.recording import UNWRITTEN_LIMIT, MpinspectWarning, Recording, WindowList
 from mpinspect.ranges.capture.sinks import MOST_TOLD, WAITING_LIMIT
 from mpinspect.ranges.store import SessionWriter, read_session
-from mpinspect.ranges.store.columns import TensorColumns
+from mpinspect.ranges.windows.columns import TensorColumns
+from mpinspect.ranges.windows.tensors import TensorKey
+from mpinspect.ranges.windows.window import Window, merge_windows
 
 TESTS = Path(__file__).parents[1]
 
@@ -45,7 +47,7 @@ class Kept:
     def watched(self, infos: object) -> None:
         self._tell("watched", infos)
 
-    def window(self, window: s.Window) -> None:
+    def window(self, window: Window) -> None:
         self._tell("window", window)
 
     def event(self, event: s.Event) -> None:
@@ -129,7 +131,7 @@ def test_sinks_are_called_on_another_thread_and_are_complete_after_close() -> No
     recording.close()
     assert threading.current_thread() not in sink.threads
     assert (sink.told[0][0], sink.told[-1][0]) == ("watched", "close")
-    assert s.merge_windows(*sink.of("window")) == s.merge_windows(*recording.session().windows)
+    assert merge_windows(*sink.of("window")) == merge_windows(*recording.session().windows)
     assert sink.of("progress")[-1] == recording.progress
     assert recording.progress.ended
 
@@ -148,7 +150,7 @@ def test_a_slow_disk_does_not_block_the_training_and_waiting_windows_are_merged(
     recording.close()
     assert len(sink.of("window")) <= 3
     assert sum(window.sampled_steps for window in sink.of("window")) == steps
-    assert s.merge_windows(*sink.of("window")).tensors == s.merge_windows(*recording.session().windows).tensors
+    assert merge_windows(*sink.of("window")).tensors == merge_windows(*recording.session().windows).tensors
     assert len(sink.of("event")) == steps
 
 
@@ -280,7 +282,7 @@ def test_merging_bounds_the_number_of_windows_and_covers_every_step(lengths: lis
     first = 0
     for length in lengths:
         before = len(kept)
-        kept.add(s.Window(first, first + max(length, 1) - 1, length, {}, {0: length}), limit=8)
+        kept.add(Window(first, first + max(length, 1) - 1, length, {}, {0: length}), limit=8)
         merges = max(merges, before + 1 - len(kept))
         first += max(length, 1)
         assert len(kept) <= 16
@@ -292,9 +294,9 @@ def test_merging_bounds_the_number_of_windows_and_covers_every_step(lengths: lis
 
 
 def test_a_run_of_many_tensors_is_stored_as_equal_columns() -> None:
-    keys = [s.TensorKey(f"layer.{number}", kinds.WEIGHT_GRADIENT) for number in range(40)]
+    keys = [TensorKey(f"layer.{number}", kinds.WEIGHT_GRADIENT) for number in range(40)]
     tensor = next(iter(made.step_window(3).tensors.values()))
-    windows = [s.Window(number, number, 1, dict.fromkeys(keys, tensor)) for number in range(5)]
+    windows = [Window(number, number, 1, dict.fromkeys(keys, tensor)) for number in range(5)]
     recording = Recording(s.RunInfo())
     for window in windows:
         recording.add_window(window)

@@ -17,7 +17,7 @@ from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.kinds import TABLE as KIND_TABLE
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.report import plot_heat_map, plots
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting.escaping import escaped
 from mpinspect.reporting.plot_style import regions, shortened
 

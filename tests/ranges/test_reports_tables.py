@@ -9,7 +9,8 @@ import sessions
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.report import dataframe
-from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting import forms, markdown
 
 

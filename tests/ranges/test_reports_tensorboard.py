@@ -27,8 +27,9 @@ from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, KINDS, UPDATE, WEIGHT_GR
 from mpinspect.ranges.report import tensorboard_map
 from mpinspect.ranges.report.crc32c import crc32c
 from mpinspect.ranges.report.tensorboard import TensorBoardLog, TensorBoardSink
-from mpinspect.ranges.session import Progress, RunInfo, ScaleChange, TensorKey
+from mpinspect.ranges.session import Progress, RunInfo, ScaleChange
 from mpinspect.ranges.store.sinks import open_sinks
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.runtime.appending import AppendedFile
 
 

@@ -12,7 +12,9 @@ from mpinspect.ranges.analysis.report import TimeBlock
 from mpinspect.ranges.kinds import UPDATE
 from mpinspect.ranges.report.layers import badness, flushed_words
 from mpinspect.ranges.report.scale_line import steps_and_samples
-from mpinspect.ranges.session import LostUpdates, Progress, Window
+from mpinspect.ranges.session import Progress
+from mpinspect.ranges.windows.tensors import LostUpdates
+from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting import forms, html
 from mpinspect.reporting.document import static
 from mpinspect.reporting.finding import Finding

@@ -10,23 +10,14 @@ from hypothesis import strategies as st
 
 from mpinspect.numeric.exponents import merge
 from mpinspect.ranges.kinds import ACTIVATION
-from mpinspect.ranges.session import (
+from mpinspect.ranges.session import Event, Precision, Progress, ScaleChange, ScalerRecord, Session
+from mpinspect.ranges.windows.tensors import LostUpdates, TensorInfo, TensorWindow, add_counts, merge_tensor_windows
+from mpinspect.ranges.windows.window import (
     LEAST_WINDOW_LIMIT,
     WINDOW_LIMIT,
-    Event,
-    LostUpdates,
-    Precision,
-    Progress,
-    ScaleChange,
-    ScalerRecord,
-    Session,
-    TensorInfo,
-    TensorWindow,
     Window,
-    add_counts,
     coarsen,
     coarsen_plan,
-    merge_tensor_windows,
     merge_windows,
     window_limit,
 )

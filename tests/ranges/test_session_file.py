@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.store import FILE_NAME, SCHEMA_VERSION, SessionError, SessionWriter, frames, read_session
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
 from mpinspect.runtime import appending
 
 TESTS = Path(__file__).parents[1]
@@ -112,7 +113,7 @@ def test_a_name_that_is_no_valid_unicode_is_restored(tmp_path):
 
 
 def test_watched_tensors_are_replaced_by_key_and_notes_stored_once(tmp_path):
-    first, second = s.TensorInfo("a", kinds.WEIGHT, "m", "Linear"), s.TensorInfo("b", kinds.WEIGHT, "m", "Linear")
+    first, second = TensorInfo("a", kinds.WEIGHT, "m", "Linear"), TensorInfo("b", kinds.WEIGHT, "m", "Linear")
     frozen = dataclasses.replace(first, note="frozen")
     with SessionWriter(tmp_path, s.RunInfo()) as writer:
         writer.watched([first, second])
@@ -235,7 +236,7 @@ def test_rewriting_the_file_preserves_all_other_records(tmp_path):
 
 
 def test_tensors_added_later_are_stored(tmp_path):
-    keys = [s.TensorKey(f"layer{index}", kinds.WEIGHT_GRADIENT) for index in range(10)]
+    keys = [TensorKey(f"layer{index}", kinds.WEIGHT_GRADIENT) for index in range(10)]
     with SessionWriter(tmp_path, s.RunInfo(), limit=2) as writer:
         for step, key in enumerate(keys):
             writer.window(made.step_window(step, key))

@@ -8,7 +8,7 @@ import sharded_training as trained
 
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.ranks import merge_ranks
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 
 class Cases(dict[str, Any]):

@@ -13,17 +13,9 @@ from mpinspect.counting import count_exponents
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.stale_scales import stale_scales, unserved_at_scale_one
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT
-from mpinspect.ranges.session import (
-    OperandRecord,
-    Precision,
-    Progress,
-    Session,
-    TensorInfo,
-    TensorKey,
-    TensorWindow,
-    Window,
-    coarsen,
-)
+from mpinspect.ranges.session import OperandRecord, Precision, Progress, Session
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import Window, coarsen
 
 KEY = TensorKey("fc", ACTIVATION_GRADIENT)
 

@@ -9,14 +9,16 @@ from hypothesis import strategies as st
 
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
-from mpinspect.ranges.store.columns import TensorColumns
-from mpinspect.ranges.store.merging import merge_columns
+from mpinspect.ranges.windows.columns import TensorColumns
+from mpinspect.ranges.windows.merging import merge_columns
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow, merge_tensor_windows
+from mpinspect.ranges.windows.window import Window, merge_windows
 
-Tensors = dict[s.TensorKey, s.TensorWindow]
+Tensors = dict[TensorKey, TensorWindow]
 
 
-def window_of(tensors: Tensors) -> s.Window:
-    return s.Window(0, 0, 1, tensors)
+def window_of(tensors: Tensors) -> Window:
+    return Window(0, 0, 1, tensors)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -33,11 +35,11 @@ def test_columns_equal_objects(tensors: Tensors) -> None:
 def test_merging_columns_equals_merging_objects(parts: list[Tensors]) -> None:
     windows = tuple(map(window_of, parts))
     order = list(dict.fromkeys(key for part in parts for key in part))
-    objects = {key: s.merge_tensor_windows([part[key] for part in parts if key in part]) for key in order}
-    merged = s.merge_windows(*windows)
+    objects = {key: merge_tensor_windows([part[key] for part in parts if key in part]) for key in order}
+    merged = merge_windows(*windows)
     assert merged.tensors == objects
     assert list(merged.tensors) == order
-    assert s.merge_windows(s.merge_windows(*windows[:2]), *windows[2:]).tensors == objects
+    assert merge_windows(merge_windows(*windows[:2]), *windows[2:]).tensors == objects
     session = s.Session(windows=windows)
     assert session.totals() == objects
     assert session.passed_through() == {tensor.passed_through for part in parts for tensor in part.values()}

@@ -9,7 +9,7 @@ from torch import nn
 
 from mpinspect import Inspector, count_exponents
 from mpinspect.ranges.kinds import KINDS
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 RANKS = 2
 STEPS = 6

@@ -16,7 +16,7 @@ from mpinspect import Inspector
 from mpinspect.counting.cpu import available
 from mpinspect.ranges.capture import updates
 from mpinspect.ranges.capture.updates import lost_updates, unmoved
-from mpinspect.ranges.session import LostUpdates, TensorKey, TensorWindow
+from mpinspect.ranges.windows.tensors import LostUpdates, TensorKey, TensorWindow
 
 DTYPES = {torch.float16: np.float16, torch.bfloat16: ml_dtypes.bfloat16}
 

@@ -28,7 +28,7 @@ from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
 from mpinspect.ranges.capture.observations import ParameterGradient
 from mpinspect.ranges.capture.waiting import WaitingGradients
 from mpinspect.ranges.capture.watch import Watch
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 
 @dataclass

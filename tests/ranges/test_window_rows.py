@@ -19,16 +19,16 @@ from mpinspect.ranges.capture.backward_scale import UNSCALED, BackwardScale, fro
 from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name
 from mpinspect.ranges.capture.window_rows import WindowRows, row_columns
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import (
+from mpinspect.ranges.windows.columns import TensorColumns
+from mpinspect.ranges.windows.tensors import (
     LostUpdates,
     TensorKey,
     TensorWindow,
-    Window,
     floor_exponent,
     narrowest,
     overflow_exponent,
 )
-from mpinspect.ranges.store.columns import TensorColumns
+from mpinspect.ranges.windows.window import Window
 
 # -- the oracle: one sample after the other -----------------------------------------------------------------------------
 

@@ -21,7 +21,8 @@ from mpinspect.ranges.analysis.precision_ranking import GradientErrors, Precisio
 from mpinspect.ranges.analysis.recipe_comparison import RecipeReport, product_rows
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.probe import ProbeReport
-from mpinspect.ranges.session import RunInfo, Session, TensorKey
+from mpinspect.ranges.session import RunInfo, Session
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting import html as html_form
 from mpinspect.reporting.document import Parts, Widget, static
 from mpinspect.reporting.forms import KINDS, document, render

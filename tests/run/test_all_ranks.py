@@ -15,6 +15,7 @@ from mpinspect.integrations.tensorboard_runs import Runs
 from mpinspect.ranges import session as s
 from mpinspect.ranges.analysis.ranks import merge_ranks
 from mpinspect.ranges.store import SessionWriter, read_session
+from mpinspect.ranges.windows.tensors import TensorInfo
 from mpinspect.run import all_ranks
 from mpinspect.run.all_ranks import AllRanks
 from mpinspect.run.directory import ALL_RANKS
@@ -37,7 +38,7 @@ class Ranks:
 
     def step(self, rank: int, steps: int = 1, **progress: Any) -> None:
         writer = self.writers[rank]
-        writer.watched([s.TensorInfo(*made.KEY, made.KEY.name, "Linear")])
+        writer.watched([TensorInfo(*made.KEY, made.KEY.name, "Linear")])
         for _ in range(steps):
             writer.window(made.step_window(self.steps[rank]))
             self.steps[rank] += 1

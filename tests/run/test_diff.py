@@ -15,8 +15,9 @@ from mpinspect.kernels.analysis import analyse_kernels
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT
-from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.session import Session
 from mpinspect.ranges.store import FILE_NAME, SessionError
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting import forms
 from mpinspect.run.diff import diff
 from mpinspect.run.diff.products import Product, compare_kernels, compare_shapes

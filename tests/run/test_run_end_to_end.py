@@ -15,7 +15,8 @@ from equality import equal
 
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.windows.tensors import TensorKey
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 UNMODIFIED = EXAMPLES / "unmodified"

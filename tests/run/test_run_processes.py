@@ -18,8 +18,8 @@ import sharded_training
 from launched import RUN_DIR, bare, run, silent, watched, write
 
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.session import TensorKey
 from mpinspect.ranges.store import read_session
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.run import processes
 from mpinspect.run.directory import ALL_RANKS, others_of
 from mpinspect.run.ending import Ending

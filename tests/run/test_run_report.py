@@ -18,16 +18,8 @@ from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.first_line import first_line, gravest
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.report.explorer import ModuleNotes
-from mpinspect.ranges.session import (
-    ENDED_BY,
-    IN_FORWARD,
-    Event,
-    Measurement,
-    Progress,
-    ScaleChange,
-    Session,
-    TensorKey,
-)
+from mpinspect.ranges.session import ENDED_BY, IN_FORWARD, Event, Measurement, Progress, ScaleChange, Session
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting import text as text_renderer
 from mpinspect.reporting.forms import render
 from mpinspect.run.report import ModelPart, RunReport, by_module

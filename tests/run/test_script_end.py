@@ -11,7 +11,7 @@ from torch import nn
 
 from mpinspect import Inspector, Session
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 _TRAINS = """
 import os, sys, warnings, torch, mpinspect
@@ -208,7 +208,7 @@ _LEFT = {
     "globals": "everything = train()",
     "a forked child": "everything = train()\nif os.fork() == 0:\n    sys.exit(0)\nos.wait()",
     "a file that nobody closes": """
-from mpinspect.ranges.session import RunInfo
+from mpinspect.ranges.session import (RunInfo)
 from mpinspect.ranges.store import SessionWriter
 everything = SessionWriter(sys.argv[1], RunInfo())
 """,

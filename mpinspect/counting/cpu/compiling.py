@@ -18,7 +18,19 @@ import numba.core.event
 from mpinspect.numeric.blocks import CUTS, DISTANCES, LOWEST_EXPONENT
 
 #: The files of this folder that contribute to loops; ``layout`` contributes too, by its constants.
-_MADE_OF = ("blocks", "compiling", "kernels", "lost", "memory", "planes", "shares", "vectors")
+_MADE_OF = (
+    "block_layout",
+    "block_tiles",
+    "block_vectors",
+    "blocks",
+    "compiling",
+    "kernels",
+    "lost",
+    "memory",
+    "planes",
+    "shares",
+    "vectors",
+)
 #: Suffixes of numba's index and data files.
 _SUFFIXES = (".nbi", ".nbc")
 

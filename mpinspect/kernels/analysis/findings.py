@@ -85,6 +85,7 @@ def _layout_conversions(report: KernelReport) -> Iterator[Finding]:
         "Tensor Core convolutions work on NHWC, and the model's tensors are NCHW.",
         {"calls": calls, "time_us": time, "fraction": fraction, "kernels": [row.name for row in rows]},
         "model.to(memory_format=torch.channels_last), and the same for the input.",
+        "model = model.to(memory_format=torch.channels_last)\nx = x.to(memory_format=torch.channels_last)",
     )
 
 
@@ -126,21 +127,23 @@ def _idle(report: KernelReport) -> Iterator[Finding]:
         f"The GPU was idle {percent(fraction)} of the time from its first to its last kernel (a profiler's own overhead "
         "adds to that): faster kernels alone only make it wait longer.",
         {"idle_us": limits.idle_us, "span_us": limits.span_us, "fraction": fraction},
-        _idle_fix(report),
+        *_idle_fix(report),
     )
 
 
-def _idle_fix(report: KernelReport) -> str:
-    """Return the fix, the preferred one first: fewer launches for short kernels, fewer waits for long ones."""
+def _idle_fix(report: KernelReport) -> tuple[str, str]:
+    """Return the fix with its code, the preferred one first: fewer launches for short kernels, fewer waits for long ones."""
     mean = report.shares.kernel_time_us / report.shares.calls
     if mean < _SHORT_US:
         return (
             "First torch.compile(model, mode='reduce-overhead'): it replays launches as a CUDA graph, and a kernel here takes "
-            f"only {duration(mean)} on average. Then larger batches; look for .item() and other synchronisations."
+            f"only {duration(mean)} on average. Then larger batches; look for .item() and other synchronisations.",
+            'model = torch.compile(model, mode="reduce-overhead")',
         )
     return (
         "First look for .item(), other synchronisations and a data loader that the GPU waits for. Then larger batches or "
-        "torch.compile(model, mode='reduce-overhead')."
+        "torch.compile(model, mode='reduce-overhead').",
+        'torch.cuda.set_sync_debug_mode("warn")  # warns at each operator that waits for the GPU',
     )
 
 

@@ -31,6 +31,12 @@ _FIXES = {
     "dtype-bfloat16": _FP16,
     "rate": "mpinspect lint shows sizes and strides; a rate alone shows no cause.",
 }
+#: The fix as code, by the cause's id.
+_CODES = {
+    "tf32-off-cuBLAS": 'torch.set_float32_matmul_precision("high")',
+    "tf32-off-cuDNN": "torch.backends.cudnn.allow_tf32 = True\ntorch.backends.cudnn.benchmark = True",
+    "tf32-not-chosen-cuDNN": "torch.backends.cudnn.benchmark = True\nmodel = model.to(memory_format=torch.channels_last)",
+}
 
 
 def product_findings(report: KernelReport) -> Iterator[Finding]:
@@ -51,6 +57,7 @@ def _unused(report: KernelReport) -> Iterator[Finding]:
         return
     off = shares.verdict_calls["off"]
     grave, why, fix = _of_the_unused(report)
+    cause = _by_cause(report.eligible)[0][0].cause_id if report.eligible else ""
     yield Finding(
         "tensor-cores-unused",
         grave,
@@ -59,6 +66,7 @@ def _unused(report: KernelReport) -> Iterator[Finding]:
         f"kernel time, and {by_number(off, 'that', 'every one')} on CUDA cores{why}.",
         {"calls": off, "time_us": shares.verdict_time_us["off"], "fraction": _of_all(report)},
         fix,
+        _CODES.get(cause, ""),
     )
 
 
@@ -66,7 +74,7 @@ def _of_the_unused(report: KernelReport) -> tuple[str, str, str]:
     """Return the severity, the reason why the products are off, and the fix."""
     grave = severity(_of_all(report))
     if report.eligible:
-        return grave, "", "See eligible-not-used for the causes."
+        return grave, "", _eligible_fix(_by_cause(report.eligible)[0])
     products = [row for row in report.kernels if row.is_product]
     if all(row.kind == "gemv" or (row.shape is not None and row.shape.cause == "matrix-vector") for row in products):
         return (
@@ -109,8 +117,11 @@ def _by_cause(losses: Sequence[Loss]) -> list[list[Loss]]:
 
 
 def _eligible(group: list[Loss]) -> Finding:
-    fix = _FIXES.get(group[0].cause_id, "mpinspect lint shows the size, stride or dtype responsible.")
-    return _finding("eligible-not-used", group, "did not use Tensor Cores", fix)
+    return _finding("eligible-not-used", group, "did not use Tensor Cores", _eligible_fix(group))
+
+
+def _eligible_fix(group: list[Loss]) -> str:
+    return _FIXES.get(group[0].cause_id, "mpinspect lint shows the size, stride or dtype responsible.")
 
 
 def _degraded(group: list[Loss]) -> Finding:
@@ -132,6 +143,7 @@ def _finding(id: str, group: list[Loss], how: str, fix: str) -> Finding:
         f"{_total(group)} {how}: {first.cause}.{_saved(group)}",
         _evidence(group),
         fix,
+        _CODES.get(first.cause_id, ""),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 
 from mpinspect.kernels.analysis.findings import cost_us
 from mpinspect.kernels.analysis.limits import Limits
@@ -12,17 +13,21 @@ from mpinspect.kernels.analysis.ranks import RankReport
 from mpinspect.kernels.analysis.report import KernelReport
 from mpinspect.kernels.analysis.rows import PRODUCTS, VERDICTS
 from mpinspect.kernels.analysis.savings import Saving
-from mpinspect.kernels.analysis.shares import ModuleRow, NameRow, Shares, share
+from mpinspect.kernels.analysis.shares import ModuleRow, NameRow, Shares
+from mpinspect.reporting import speed
 from mpinspect.reporting.document import (
     Block,
     Cell,
     Column,
     Document,
     Findings,
+    Front,
     Item,
     Items,
     Limit,
     Line,
+    Section,
+    Tab,
     Tables,
     Tone,
     lines,
@@ -66,7 +71,26 @@ _MEANINGS = {
 
 def document(report: KernelReport) -> Document:
     """Return the report as a document. Recommended actions precede the figures behind them."""
-    return Document(title(report), (*_verdict(report), *lines(*_totals(report)), *_blocks(report)))
+    bars = tuple(_bars(report))
+    return Document(
+        title(report),
+        (*section("Findings", Findings(report.findings), is_on_front=True), *bars, *_blocks(report)),
+        verdict=(*_verdict(report), *lines(*_totals(report))),
+        front=_front(report, bars),
+    )
+
+
+def _front(report: KernelReport, bars: tuple[Section, ...]) -> Front:
+    """Return the first screen of the report's own page."""
+    return speed.front(
+        _sources(report),
+        tuple(filter(None, (*_gpus(report), *_totals(report)))),
+        report.findings,
+        Tab("Kernels", Document("", bars)),
+        headline=_headline(report),
+        unasked=report.phrase,
+        place=partial(_cost_words, report),
+    )
 
 
 def _verdict(report: KernelReport) -> Iterator[Line]:
@@ -81,20 +105,25 @@ def _verdict(report: KernelReport) -> Iterator[Line]:
         )
 
 
+def _bars(report: KernelReport) -> Iterator[Section]:
+    """Yield the tables with bars of the GPU's time: by verdict, idle time first, and by kernel."""
+    if report.kernels:
+        yield from section("GPU time", _verdicts(report), is_on_front=True)
+        yield from section("By kernel", _names(report), is_on_front=True)
+
+
 def _blocks(report: KernelReport) -> Iterator[Block]:
-    yield from section("Time lost, the most first", _lost(report), is_detail=True)
-    yield from section("Findings", Findings(report.findings))
     if report.kernels:
         yield from section("Tensor Cores", *_tensor_cores(report))
         yield from section("Eligible but not used", _losses(report.eligible))
         yield from section("Used but degraded", _losses(report.degraded))
-        yield from section("By kernel", _names(report))
         if has_modules(report):
             yield from section("By module", _modules(report.by_module))
         yield from section("What mixed precision can still bring", *lines(*_limits(report.limits)))
     if len(report.ranks) > 1:
         yield from section("By trace", _traces(report.ranks))
-    yield from section("Coverage", *lines(*_coverage(report)))
+    if report.kernels:
+        yield from section("Coverage", *lines(*_coverage(report)))
 
 
 def title(report: KernelReport) -> str:
@@ -121,35 +150,25 @@ def _gpus(report: KernelReport) -> Iterator[str]:
         yield name
 
 
-def _lost(report: KernelReport) -> Tables:
-    """Return the time that each finding costs, as a bar of the time from the first to the last kernel; an idle GPU first."""
-    found, span = _costs(report)
-    rows = [
-        (
-            Cell(percent(time / span), "warning" if finding.is_alarm else "", bar=time / span),
-            f"{'~' if finding.evidence.get('saved_us') else ''}{duration(time)}",
-            finding.id,
-        )
-        for finding, time in found
-    ]
-    meaning = "all that the cause takes"
-    if any(finding.evidence.get("saved_us") for finding, _ in found):
-        meaning += "; ~: at most so much would a change save, estimated"
-    columns = (
-        Column(f"of {duration(span)}", is_left=True, meaning="share of the time from the first kernel to the last"),
-        Column("time", meaning=meaning),
-        Column("finding", is_left=True),
-    )
-    return table(columns, rows)
-
-
 def _costs(report: KernelReport) -> tuple[list[tuple[Finding, float]], float]:
     """Return the findings with the time that each costs, an idle GPU first, and the time of which that is a part, in us."""
     # Kernels with unknown names may be as fast as they can.
     findings = (finding for finding in report.findings if finding.id != "unknown-kernels")
     found = [(finding, time) for finding in findings if (time := cost_us(finding))]
     found.sort(key=lambda pair: (pair[0].id != "gpu-idle", -pair[1]))
-    return found, max(report.limits.span_us, *(time for _, time in found), 1e-9)
+    return found, max([_whole_us(report), *(time for _, time in found)])
+
+
+def _cost_words(report: KernelReport, finding: Finding) -> str:
+    """Return a finding's share of the time in words; "" if it costs none."""
+    found, span = _costs(report)
+    time = next((time for each, time in found if each is finding), 0.0)
+    return f"{'~' * bool(finding.evidence.get('saved_us'))}{percent(time / span)} of the time" if time else ""
+
+
+def _whole_us(report: KernelReport) -> float:
+    """Return the time of which bars are shares: from the first kernel to the last, or of all kernels if they overlap."""
+    return max(report.limits.span_us, report.shares.kernel_time_us, 1e-9)
 
 
 def time_lost(report: KernelReport) -> Iterator[str]:
@@ -157,6 +176,17 @@ def time_lost(report: KernelReport) -> Iterator[str]:
     found, span = _costs(report)
     for finding, time in found[:1]:
         yield f"time lost: {percent(time / span)} ({finding.id})"
+
+
+def _headline(report: KernelReport) -> str:
+    """Return the share on Tensor Cores and the idle share."""
+    if not report.shares.calls:
+        return ""
+    used, idle = report.tensor_core_fraction, report.limits.idle_fraction
+    on = "No matrix product ran"
+    if used is not None:
+        on = f"{next(figures(report.shares))[0]} of the matrix products' time is on Tensor Cores"
+    return f"{on}; the GPU is idle {share_words(idle)} of the time."
 
 
 def _totals(report: KernelReport) -> Iterator[str]:
@@ -177,9 +207,14 @@ def _totals(report: KernelReport) -> Iterator[str]:
 def _tensor_cores(report: KernelReport) -> Iterator[Block]:
     yield from (Line(f"{figure} {of}") for figure, of in figures(report.shares))
     yield Line(report.phrase, "strong")
-    columns = ("kernels", "time", "of all", "of products")
-    headings = (Column("verdict", is_left=True), Column("", is_left=True, priority=1), *map(Column, columns))
-    yield table(headings, _verdicts(report.shares, has_to_do=bool(_to_do(report))))
+
+
+def _bar_column(report: KernelReport, meaning: str = "") -> Column:
+    return Column(f"of {duration(_whole_us(report))}", is_left=True, meaning=meaning)
+
+
+def _bar(report: KernelReport, time_us: float, longest_us: float, tone: Tone) -> Cell:
+    return Cell(percent(time_us / _whole_us(report)), tone or "dim", bar=time_us / (longest_us or 1.0))
 
 
 def figures(shares: Shares) -> Iterator[tuple[str, str]]:
@@ -209,22 +244,41 @@ def figures(shares: Shares) -> Iterator[tuple[str, str]]:
         yield share_words(shares.tensor_core_fraction_of_compute), apart
 
 
-def _verdicts(shares: Shares, *, has_to_do: bool) -> Iterator[list[str | Cell]]:
-    """Yield a row for each verdict that occurs: verdict, meaning, calls, time, share of all, share of products."""
+def _verdicts(report: KernelReport) -> Tables:
+    """Return a row for idle time, one for each verdict that occurs, and one for copies."""
+    columns = (
+        _bar_column(report, "share of the time from the first kernel to the last"),
+        Column("time"),
+        Column("verdict", is_left=True),
+        Column("", is_left=True, priority=1),
+        Column("kernels", priority=1),
+        Column("of products", priority=1),
+    )
+    return table(columns, _verdict_rows(report))
+
+
+def _verdict_rows(report: KernelReport) -> Iterator[list[str | Cell]]:
+    shares, limits = report.shares, report.limits
+    is_idle = any(finding.id == "gpu-idle" and finding.is_alarm for finding in report.findings)
+    rows: list[tuple[float, Cell, str, str, str]] = [
+        (
+            limits.idle_us,
+            Cell("idle", "warning" if is_idle else ""),
+            "no kernel or copy runs",
+            NOT_APPLICABLE,
+            NOT_APPLICABLE,
+        )
+    ]
     for verdict in VERDICTS:
-        calls, time = shares.verdict_calls[verdict], shares.verdict_time_us[verdict]
-        if not calls:
-            continue
-        of_all = share_words(share(time, shares.kernel_time_us))
-        of_products = share_words(shares.of_products(verdict)) if verdict in PRODUCTS else NOT_APPLICABLE
-        yield [
-            verdict_cell(verdict, is_to_do=has_to_do),
-            _MEANINGS[verdict],
-            f"{calls:,}",
-            duration(time),
-            of_all,
-            of_products,
-        ]
+        cell = verdict_cell(verdict, is_to_do=bool(_to_do(report)))
+        calls, of_products = shares.verdict_calls[verdict], shares.of_products(verdict)
+        words = share_words(of_products) if verdict in PRODUCTS else NOT_APPLICABLE
+        rows.append((shares.verdict_time_us[verdict], cell, _MEANINGS[verdict], f"{calls:,}", words))
+    rows.append((limits.copies_us, Cell("copies"), "copies and memsets", NOT_APPLICABLE, NOT_APPLICABLE))
+    longest = max(time for time, *_ in rows)
+    for time, verdict_shown, *others in rows:
+        if time > 0:
+            yield [_bar(report, time, longest, verdict_shown.tone), duration(time), verdict_shown, *others]
 
 
 # -- losses, kernels, modules, traces -------------------------------------------------------------------------------
@@ -269,23 +323,25 @@ def _to_do(report: KernelReport) -> Collection[str]:
 
 def _names(report: KernelReport) -> Tables:
     columns = (
-        Column("verdict", is_left=True),
+        _bar_column(report),
         Column("time"),
-        Column("of all"),
+        Column("verdict", is_left=True),
         Column("calls", priority=1),
         Column("TFLOP/s", priority=1),
         Column("kernel", is_name=True, cut="middle"),
     )
     names, to_do = report.by_name, _to_do(report)
-    rows = (_name_cells(row, is_to_do=row.name in to_do) for row in names[: most(ROWS, len(names))])
+    longest = max(row.time_us for row in names)
+    rows = [_name_cells(report, row, longest, is_to_do=row.name in to_do) for row in names[: most(ROWS, len(names))]]
     return table(columns, rows, limit=ROWS, total=len(names))
 
 
-def _name_cells(row: NameRow, *, is_to_do: bool) -> list[str | Cell]:
-    doubt = (row.reason,) if row.verdict in ("degraded", "off", "unknown") else ()
+def _name_cells(report: KernelReport, row: NameRow, longest_us: float, *, is_to_do: bool) -> list[str | Cell]:
+    doubt = (row.reason,) if row.verdict in ("degraded", "unknown") else ()
     name = Cell(shortened(clean_name(row.name), _NAME, "middle"), notes=doubt)
-    figures = (duration(row.time_us), share_words(row.fraction), f"{row.calls:,}", _rate(row.tflops))
-    return [verdict_cell(row.verdict, is_to_do=is_to_do), *figures, name]
+    verdict = verdict_cell(row.verdict, is_to_do=is_to_do)
+    bar = _bar(report, row.time_us, longest_us, verdict.tone)
+    return [bar, duration(row.time_us), verdict, f"{row.calls:,}", _rate(row.tflops), name]
 
 
 def _modules(modules: tuple[ModuleRow, ...]) -> Tables:
@@ -342,9 +398,6 @@ def _trace_cells(rank: RankReport) -> list[str]:
 def _coverage(report: KernelReport) -> Iterator[str]:
     """Yield sentences on how much of the kernel time was attributed."""
     covered = report.coverage
-    if covered.attributed_fraction is None:
-        yield "No kernel, so nothing to attribute."
-        return
     reasons = [f"{percent(part)} {reason}" for reason, part in covered.unattributed_fractions.items() if part > 0]
     rest = filled("; the rest: {}", ", ".join(reasons))
     yield f"operator known for {share_words(covered.attributed_fraction)} of kernel time{rest}"

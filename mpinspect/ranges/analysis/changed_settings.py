@@ -32,7 +32,8 @@ class Change:
     @property
     def words(self) -> str:
         """Its name with both values."""
-        return f"{self.name} {self.first} -> {self.second}"
+        first, second = ("none" if value == NOT_APPLICABLE else value for value in (self.first, self.second))
+        return f"{self.name} {first} -> {second}"
 
     @property
     def is_of_precision(self) -> bool:
@@ -53,11 +54,16 @@ def changed_settings(first: Session, second: Session) -> Iterator[Change]:
     for part in parts:
         one, other = part(first), part(second)
         # A parameter that only one run has counts as a layer that differs, not as a setting.
+        lone = ""
         for name in dict.fromkeys([*one, *other]):
+            if lone and name.startswith(lone):
+                # A setting of an optimizer or scaler that one run lacks.
+                continue
             here, there = one.get(name, NOT_APPLICABLE), other.get(name, NOT_APPLICABLE)
             needs_both = part is _shapes or name.endswith(_SEEN_LATER)
             if here != there and not (needs_both and NOT_APPLICABLE in (here, there)):
                 yield Change(name, here, there)
+                lone = f"{name} " if NOT_APPLICABLE in (here, there) else ""
 
 
 def _precision(session: Session) -> Settings:

@@ -16,7 +16,9 @@ from mpinspect.ranges.analysis.parting import Course, Stretch, courses, stretche
 from mpinspect.ranges.analysis.ranges import tensor_infos
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.kinds import phrase
-from mpinspect.ranges.session import Event, Progress, TensorKey, TensorWindow, merge_windows
+from mpinspect.ranges.session import Event, Progress
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow
+from mpinspect.ranges.windows.window import merge_windows
 from mpinspect.reporting.finding import INFERRED, SEVERITIES, Finding, gravest_first
 from mpinspect.reporting.words import and_more, as_power, percent, steps_named
 

@@ -10,7 +10,8 @@ from mpinspect.ranges.analysis.overflow_odds import log2_room
 from mpinspect.ranges.analysis.report import TimeBlock
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import TensorKey, Window, merge_windows
+from mpinspect.ranges.windows.tensors import TensorKey
+from mpinspect.ranges.windows.window import Window, merge_windows
 
 #: Maximum number of blocks that a run is divided into: enough to show a trend, few enough that each holds many steps.
 MAX_BLOCKS = 8

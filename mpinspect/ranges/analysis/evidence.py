@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mpinspect.numeric.formats import floor_log2
-from mpinspect.ranges.session import END, TAKEN, Event, Session, Window
+from mpinspect.ranges.session import END, TAKEN, Event, Session
+from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting.words import steps_named
 
 #: Windows are pooled unweighted, and shares count as measured, if the steps per sample differ by at most this factor: the

@@ -10,7 +10,7 @@ from mpinspect.ranges.analysis.report import FormatVerdict
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE
-from mpinspect.ranges.session import TensorKey, TensorWindow
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow
 
 NO_SCALING = "none"
 #: One scale (a power of two) per tensor for the whole run; a scale updated every step can only do better.

@@ -8,7 +8,7 @@ from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.serving import least_log2_scale
 from mpinspect.ranges.analysis.visibility import Visibility
-from mpinspect.ranges.session import LostUpdates, TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.tensors import LostUpdates, TensorInfo, TensorKey, TensorWindow
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,9 @@ from mpinspect.ranges.analysis.scale_words import EVERY_STEP_OVERFLOWED, advice_
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility, always_zero
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import Event, Session, TensorKey, TensorWindow, Window, add_counts
+from mpinspect.ranges.session import Event, Session
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow, add_counts
+from mpinspect.ranges.windows.window import Window
 
 #: Largest |k| such that 2^k and its inverse are normal numbers in FP32.
 FARTHEST = 126

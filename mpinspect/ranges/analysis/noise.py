@@ -13,7 +13,7 @@ import math
 from mpinspect.numeric.exponents import ExponentHistogram, ratio
 from mpinspect.numeric.formats import floor_log2
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import TensorInfo, TensorKey, TensorWindow
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey, TensorWindow
 
 #: An FP32 sum that cancels leaves about 2^-24 of the sum of the terms' magnitudes. Measured, as averages over a run's steps
 #: and elements: 2^-25 for a key bias before softmax (1,024 terms), 2^-22.6 for convolutions' biases before BatchNorm (4,096

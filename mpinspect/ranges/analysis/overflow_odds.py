@@ -10,7 +10,8 @@ from statistics import NormalDist
 from mpinspect.numeric.exponents import NEAR_TOP_SIGNIFICAND
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.analysis.evidence import forward_broke
-from mpinspect.ranges.session import Event, add_counts
+from mpinspect.ranges.session import Event
+from mpinspect.ranges.windows.tensors import add_counts
 
 #: Confidence level of the bounds.
 CONFIDENCE = 0.95

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from mpinspect.ranges.session import Session, TensorKey, Window, merge_windows
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.windows.tensors import TensorKey
+from mpinspect.ranges.windows.window import Window, merge_windows
 from mpinspect.reporting.words import steps_named
 
 Floats = npt.NDArray[np.float32]

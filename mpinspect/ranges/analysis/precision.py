@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32, FloatFormat
-from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session, TensorKey
+from mpinspect.ranges.session import OptimizerRecord, ScalerRecord, Session
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting.words import filled, format_name, with_power
 
 #: Optimizer states whose square root, plus epsilon, is the denominator of the update.

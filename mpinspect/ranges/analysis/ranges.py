@@ -22,17 +22,9 @@ from mpinspect.ranges.kinds import (
     UPDATE,
     WEIGHT_GRADIENT,
 )
-from mpinspect.ranges.session import (
-    FROZEN,
-    NEEDS_NO_GRADIENT,
-    Session,
-    TensorInfo,
-    TensorKey,
-    TensorWindow,
-    containers,
-    merge_tensor_windows,
-    merge_windows,
-)
+from mpinspect.ranges.session import FROZEN, NEEDS_NO_GRADIENT, Session, containers
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey, TensorWindow, merge_tensor_windows
+from mpinspect.ranges.windows.window import merge_windows
 
 
 def layer_reports(

@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS
-from mpinspect.ranges.session import Measurement, Session, TensorKey, Window
+from mpinspect.ranges.session import Measurement, Session
+from mpinspect.ranges.windows.tensors import TensorKey
+from mpinspect.ranges.windows.window import Window
 from mpinspect.runtime.background import give_way
 
 Floats = npt.NDArray[np.float64]

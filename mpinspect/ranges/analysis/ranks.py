@@ -23,13 +23,10 @@ from mpinspect.ranges.session import (
     Progress,
     RankRecord,
     Session,
-    TensorInfo,
-    TensorKey,
-    Window,
-    add_counts,
     added_operands,
-    merge_windows,
 )
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey, add_counts
+from mpinspect.ranges.windows.window import Window, merge_windows
 from mpinspect.runtime.background import give_way
 
 #: Names of the measurements of a rank without a session, and of a rank with an unfinished session; ``text`` holds any details.

@@ -16,7 +16,7 @@ from mpinspect.ranges.analysis.overflow_odds import Ceiling, log2_room, overflow
 from mpinspect.ranges.analysis.report import DynamicSettings, LossScaleAdvice, ScaleConflict, TimeBlock
 from mpinspect.ranges.analysis.scale_window import HEADROOM, GradientRange, ScaleWindow
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting.words import scale_of
 
 #: Maximum number of conflicting pairs of layers reported.

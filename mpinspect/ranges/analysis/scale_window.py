@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.noise import without_noise
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE, NEGLIGIBLE_L1_SHARE, LostMass
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 _Found = TypeVar("_Found")
 

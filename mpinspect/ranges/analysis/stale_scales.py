@@ -11,7 +11,9 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT8_E5M2
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT
-from mpinspect.ranges.session import Session, TensorKey, Window
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.windows.tensors import TensorKey
+from mpinspect.ranges.windows.window import Window
 
 #: The lengths of histories judged, in steps: TransformerEngine's default, a short one, and the last step alone.
 HISTORIES = (1024, 16, 1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from mpinspect.numeric.exponents import ExponentHistogram, Interval, ratio
 from mpinspect.numeric.formats import FloatFormat
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.session import TensorKey, TensorWindow
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow
 
 #: Minimum number of samples of a gradient that counts as always zero.
 _FEWEST_SILENT = 3

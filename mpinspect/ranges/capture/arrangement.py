@@ -16,8 +16,8 @@ import numpy.typing as npt
 from mpinspect.numeric.formats import floor_log2, is_power_of_two
 from mpinspect.ranges.capture.backward_scale import BackwardScale
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import TensorKey, floor_exponent, overflow_exponent
-from mpinspect.ranges.store.columns import Context
+from mpinspect.ranges.windows.columns import Context
+from mpinspect.ranges.windows.tensors import TensorKey, floor_exponent, overflow_exponent
 
 IntArray = npt.NDArray[np.int64]
 #: Positions in an array: a slice if they are consecutive, so that NumPy copies nothing.

@@ -12,7 +12,7 @@ from mpinspect.ranges.capture.loss_scale import ScaleOfBackward
 from mpinspect.ranges.capture.observations import Backward, Call, Held, Observer, OutputGradient, ParameterGradient
 from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import TensorKey, narrowest
+from mpinspect.ranges.windows.tensors import TensorKey, narrowest
 from mpinspect.runtime.distributed import local_part
 
 

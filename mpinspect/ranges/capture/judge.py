@@ -26,7 +26,8 @@ from mpinspect.ranges.capture.largest import Value, from_stacked, is_broken, on_
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
-from mpinspect.ranges.session import Event, TensorKey, is_below
+from mpinspect.ranges.session import Event, is_below
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.runtime.guard import Unread
 
 

@@ -12,7 +12,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, OUTPUT_KINDS, PARAMETER_KINDS, WEIGHT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import FROZEN, TensorInfo, TensorKey, containers
+from mpinspect.ranges.session import FROZEN, containers
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
 from mpinspect.runtime.distributed import Held, copy_held, data_parallel, held, is_distributed, rank_and_world
 from mpinspect.runtime.guard import Nameable
 from mpinspect.runtime.wrappers import class_of, is_compiled_wrapper, plain_names, unwrapped
@@ -155,6 +156,15 @@ def find_layers(model: torch.nn.Module, selection: Selection) -> list[Layer]:
         counted = wanted or selection.names_exactly(path)
         layers[path] = Layer(path, module, is_leaf, counted)
     return list(layers.values())
+
+
+def numbered(layers: Iterable[Layer]) -> dict[str, str]:
+    """Return, by path, the classes of the modules whose path ends in a number and whose outputs are not counted."""
+    return {
+        layer.path: class_of(layer.module).__name__
+        for layer in layers
+        if not layer.counted and layer.path.rpartition(".")[2].isdigit()
+    }
 
 
 def _passes_on(module: torch.nn.Module) -> bool:

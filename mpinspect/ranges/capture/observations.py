@@ -19,7 +19,7 @@ from mpinspect.ranges.capture.calls import Fresh
 from mpinspect.ranges.capture.largest import Found
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
 from mpinspect.ranges.capture.loss_scale import NO_BACKWARD
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.runtime.outputs import tensor_list
 
 #: Elements below which reading a tensor again costs no more than checking whether it was read already.

@@ -23,14 +23,10 @@ from mpinspect.ranges.session import (
     RunInfo,
     ScaleChange,
     Session,
-    TensorInfo,
-    TensorKey,
-    Window,
     added_operands,
-    coarsen,
-    merge_windows,
-    window_limit,
 )
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
+from mpinspect.ranges.windows.window import Window, coarsen, merge_windows, window_limit
 from mpinspect.reporting.streams import printable
 from mpinspect.runtime.user_line import warn_user
 
@@ -43,7 +39,7 @@ if TYPE_CHECKING:
 class WindowList:
     """A list of fewer than twice ``limit`` windows of similar length. Merges neighbours without changing any total.
 
-    ``session.coarsen`` would merge all windows at once, which takes a second with a thousand tensors. Here the target length
+    ``window.coarsen`` would merge all windows at once, which takes a second with a thousand tensors. Here the target length
     doubles when there are too many windows, and each window added after that merges one pair of neighbours.
     """
 
@@ -181,7 +177,8 @@ class Recording:
 
     def event(self, event: Event) -> None:
         """Record an event and forward it to the sinks immediately, since the run may fail soon."""
-        module_type = next((info.module_type for info in self._watched if info.module == event.module), "")
+        known = (info.module_type for info in self._watched if info.module == event.module)
+        module_type = next(known, self.info.numbered.get(event.module, ""))
         event = replace(self._put_aside(event), module_type=module_type)
         if len(self.events) < EVENT_LIMIT:
             self.events.append(event)

@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from mpinspect.ranges.session import Event, Measurement, Precision, Progress, TensorInfo, Window, merge_windows
+from mpinspect.ranges.session import Event, Measurement, Precision, Progress
+from mpinspect.ranges.windows.tensors import TensorInfo
+from mpinspect.ranges.windows.window import Window, merge_windows
 from mpinspect.runtime.appending import may_pass
 from mpinspect.runtime.background import Background
 

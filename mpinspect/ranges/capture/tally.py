@@ -23,7 +23,8 @@ from mpinspect.ranges.capture.host_rows import HostCopy, HostRows, copy_groups
 from mpinspect.ranges.capture.observations import Held
 from mpinspect.ranges.capture.window_rows import WindowRows, never_in_float16
 from mpinspect.ranges.kinds import GRADIENT_KINDS, WEIGHT_GRADIENT
-from mpinspect.ranges.session import NO_LOST_UPDATES, LostUpdates, TensorKey, Window
+from mpinspect.ranges.windows.tensors import NO_LOST_UPDATES, LostUpdates, TensorKey
+from mpinspect.ranges.windows.window import Window
 from mpinspect.runtime.device import on_stream
 from mpinspect.runtime.guard import Unread
 

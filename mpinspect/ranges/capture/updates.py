@@ -22,7 +22,7 @@ from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers, states_of
 from mpinspect.ranges.capture.tally import Sample, Tally, dtype_name, passed_through
 from mpinspect.ranges.kinds import UPDATE
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.runtime.distributed import local_part
 
 _EXPONENT_FIELD = 0x7F800000

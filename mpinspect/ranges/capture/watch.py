@@ -42,7 +42,8 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import CallChoice, StepClock
 from mpinspect.ranges.capture.weights import BrokenWeights, all_finite
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.ranges.session import Event, TensorKey
+from mpinspect.ranges.session import Event
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.runtime.distributed import is_distributed, is_from_stage_before, local_part, world_size
 from mpinspect.runtime.guard import Unread
 

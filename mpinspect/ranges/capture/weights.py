@@ -18,7 +18,8 @@ from mpinspect.ranges.capture.largest import extremes, from_stacked, read_larges
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.kinds import WEIGHT
-from mpinspect.ranges.session import END, Event, TensorKey, is_below
+from mpinspect.ranges.session import END, Event, is_below
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.runtime.distributed import local_part, world_size
 from mpinspect.runtime.guard import Unread
 

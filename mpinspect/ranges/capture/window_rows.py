@@ -23,9 +23,9 @@ from mpinspect.ranges.capture.arrangement import (
     SampleSet,
     rounds,
 )
-from mpinspect.ranges.session import NO_LOST_UPDATES, LostUpdates, TensorKey
-from mpinspect.ranges.store.columns import PER_BIN, PER_PEAK, SIGNIFICANDS, Column, Lost, TensorColumns, narrowed
-from mpinspect.ranges.store.merging import merge_columns
+from mpinspect.ranges.windows.columns import PER_BIN, PER_PEAK, SIGNIFICANDS, Column, Lost, TensorColumns, narrowed
+from mpinspect.ranges.windows.merging import merge_columns
+from mpinspect.ranges.windows.tensors import NO_LOST_UPDATES, LostUpdates, TensorKey
 
 IntArray = npt.NDArray[np.int64]
 

@@ -18,6 +18,7 @@ from mpinspect.ranges.faults.name import (
     infinities,
     lost_values,
     narrow,
+    prepared,
     ranks,
     replaced,
     scaler_missing,
@@ -39,6 +40,7 @@ OF_SECOND: tuple[Fault, ...] = (*infinities.FAULTS, *decisions.FAULTS, *lost_val
 OF_SCALING: tuple[Fault, ...] = (*scaling.FAULTS, *scaler_missing.FAULTS)
 #: Faults that name a cause, roughly in the order of how much they explain.
 DIAGNOSES: tuple[Fault, ...] = (
+    *prepared.FAULTS,
     *culprit_inputs.FAULTS,
     *OF_SECOND,
     *narrow.FAULTS,

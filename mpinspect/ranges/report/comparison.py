@@ -75,7 +75,12 @@ _FAR = 0.1
 
 def headline(diff: RangeDiff) -> str:
     """Return in a few sentences which run is not healthy, its settings that differ, and whether and where the runs part."""
-    said = trouble(diff)
+    return " ".join(headline_parts(diff))
+
+
+def headline_parts(diff: RangeDiff) -> tuple[str, ...]:
+    """Return the parts of the headline, none of them empty."""
+    said = _trouble(diff)
     events = [event for event in map(what_broke, (diff.first, diff.second)) if said and event is not None]
     if (
         said
@@ -85,8 +90,8 @@ def headline(diff: RangeDiff) -> str:
         # A run that broke moves all its ranges.
         return said
     if not said and (settings := _settings_of_broken(diff)):
-        said = f"{_broken_alone(diff)} alone is not healthy. {settings}"
-    return f"{said} {_parting(diff)}".lstrip()
+        said = (f"{_broken_alone(diff)} alone is not healthy.", settings)
+    return (*said, _parting(diff))
 
 
 def is_alike(diff: RangeDiff) -> bool:
@@ -96,17 +101,21 @@ def is_alike(diff: RangeDiff) -> bool:
 
 def trouble(diff: RangeDiff) -> str:
     """Return a sentence on the grave findings; "" without any."""
+    return " ".join(_trouble(diff))
+
+
+def _trouble(diff: RangeDiff) -> tuple[str, ...]:
     one, other = _grave(diff.first)[1], _grave(diff.second)[1]
     if not one and not other:
-        return ""
+        return ()
     if is_alike(diff):
-        return f"Neither is healthy, in the same way: {other}."
+        return (f"Neither is healthy, in the same way: {other}.",)
     if one and other:
-        return f"Neither is healthy. A: {one}; B: {other}."
+        return (f"Neither is healthy. A: {one}; B: {other}.",)
     name, settings = ("A", "B")[not one], _settings_of_broken(diff)
     if settings:
-        return f"{name} alone is not healthy. {settings} {name}: {one or other}."
-    return f"{name} alone is not healthy: {one or other}."
+        return (f"{name} alone is not healthy.", settings, f"{name}: {one or other}.")
+    return (f"{name} alone is not healthy: {one or other}.",)
 
 
 def _broken_alone(diff: RangeDiff) -> str:
@@ -121,11 +130,11 @@ def _settings_of_broken(diff: RangeDiff) -> str:
     if not name or not may_break:
         return ""
     shown = ", ".join(change.words for change in may_break[:_IN_HEADLINE])
-    first = ""
+    what = "Settings that differ"
     if _undoes(diff):
-        those = by_number(len(may_break), "this", "these")
-        first = {"A": f" Take {those} of B first.", "B": f" Undo {those} first."}[name]
-    return f"Settings that differ: {shown}{and_more(len(may_break) - _IN_HEADLINE)}.{first}"
+        those = by_number(len(may_break), "setting", "settings")
+        what = {"A": f"First take B's {those}", "B": f"First undo the {those}"}[name]
+    return f"{what}: {shown}{and_more(len(may_break) - _IN_HEADLINE)}."
 
 
 def _undoes(diff: RangeDiff) -> bool:

@@ -47,15 +47,8 @@ from mpinspect.ranges.report.scale_line import (
     scale_line,
     steps_and_samples,
 )
-from mpinspect.ranges.session import (
-    CALLS_LEFT_OUT,
-    CLOSURES_LEFT_OUT,
-    Event,
-    Progress,
-    Session,
-    Window,
-    module_named,
-)
+from mpinspect.ranges.session import CALLS_LEFT_OUT, CLOSURES_LEFT_OUT, Event, Progress, Session, module_named
+from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting.document import (
     Block,
     Cell,

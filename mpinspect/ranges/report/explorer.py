@@ -24,7 +24,8 @@ from mpinspect.ranges.kinds import TABLE, UPDATE
 from mpinspect.ranges.report.layers import log2_of, log2_recommended, repeated, seen_layers
 from mpinspect.ranges.report.opening import Opening, blocks_of, never_zeroed, opening, power_of
 from mpinspect.ranges.report.scale_line import event_facts, event_line, event_maxima, events_line, in_same_places
-from mpinspect.ranges.session import Event, ScaleChange, Session, Window
+from mpinspect.ranges.session import Event, ScaleChange, Session
+from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting.document import Tone, Widget
 from mpinspect.reporting.finding import SEVERITIES
 from mpinspect.reporting.streams import printable
@@ -197,7 +198,7 @@ def _opening(report: RangeReport, first: Opening) -> dict[str, Any]:
         "marked": list(map(printable, found.marked)),
         "near": list(map(printable, found.near)),
         # Of the row for a culprit without a tensor of its own; whether it follows the rows that are near.
-        "name": printable(report.session.with_classes(found.name)),
+        "name": printable(report.session.with_classes(found.name) + report.session.class_beside(found.name)),
         "after": found.is_after,
         "said": printable(report.session.with_classes(found.said)),
         "at": printable(found.at),

@@ -7,7 +7,9 @@ from typing import Any
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.report import Coverage, RangeReport
-from mpinspect.ranges.session import LostUpdates, Session, Window
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.windows.tensors import LostUpdates
+from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
 
 #: Containers down to this depth have one line per member, deeper ones a single line: a layer takes about two lines.

@@ -14,7 +14,7 @@ from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.analysis.visibility import Visibility
-from mpinspect.ranges.session import TensorInfo
+from mpinspect.ranges.windows.tensors import TensorInfo
 from mpinspect.reporting.document import Strip
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import NEGLIGIBLE, share

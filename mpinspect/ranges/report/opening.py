@@ -16,9 +16,10 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import depends_on_scale, part_of, shows_in_ranges, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
 from mpinspect.ranges.report.place import code_of, is_of, line_of, phase_of
-from mpinspect.ranges.session import LOSSES, Event, Session, Window, coarsen
+from mpinspect.ranges.session import LOSSES, Event, Session
+from mpinspect.ranges.windows.window import Window, coarsen
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import class_beside, filled, format_name, steps_named
+from mpinspect.reporting.words import filled, format_name, steps_named
 
 #: The whole run, in place of one of its blocks.
 WHOLE = -1
@@ -57,7 +58,7 @@ class Culprit(NamedTuple):
 _NOBODY = Culprit("", ())
 _OF_EACH_BACKWARD = "The map shows each backward's own gradients; the optimizer takes .grad, the sum of all so far."
 _NOT_SHOWN = "The ranges do not show this fault."
-_NEXT_TO_IT = "\u25b7: next to the place."
+_NEXT_TO_IT = "\u25b7 marks its parts or neighbours."
 
 
 class Opening(NamedTuple):
@@ -121,8 +122,9 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     if not found.kind and is_other and format == FLOAT16.name:
         words = f"{words} {_what_if(report)}".lstrip()
     if event is not None:
-        block = _healthy(event, found.kind, found.marked or found.near, blocks)
-        words = f"{words} {_shown(event, block, blocks)}".strip()
+        first = event.step if found.step is None else min(event.step, found.step)
+        block = _healthy(first, found.kind, found.marked or found.near, blocks)
+        words = f"{words} {_shown(first, block, blocks)}".strip()
         if block != WHOLE and not is_other:
             scale = _scale_at(report.session, blocks[block].last_step, scale)
     return Opening(format, scale, found, block, has_curve, is_elsewhere, words, _last_skipped(event, report))
@@ -229,8 +231,7 @@ def _in_module(
     kind, near, is_own = _nearest(module, "", module, layers, watched)
     if is_own:
         return Culprit(kind, near, said=said, step=step)
-    known = (class_beside(each.module, each.module_type) for each in watched if module in (each.name, each.module))
-    return Culprit(kind, (), near, module + next(known, ""), said, step=step, words=_NEXT_TO_IT)
+    return Culprit(kind, (), near, module, said, step=step, words=_NEXT_TO_IT)
 
 
 def _of_event(
@@ -308,13 +309,13 @@ def _is_inside(layer: LayerReport, path: str) -> bool:
 # -- the steps ------------------------------------------------------------------------------------------------------
 
 
-def _healthy(event: Event, kind: str, names: Sequence[str], blocks: Sequence[Window]) -> int:
-    """Return the last block before the event in which these tensors were counted and finite; WHOLE if there is none.
+def _healthy(step: int, kind: str, names: Sequence[str], blocks: Sequence[Window]) -> int:
+    """Return the last block before the step in which these tensors were counted and finite; WHOLE if there is none.
 
     Without names all tensors of the kind are meant.
     """
     for place in reversed(range(len(blocks))):
-        if blocks[place].last_step >= event.step:
+        if blocks[place].last_step >= step:
             continue
         tensors = [
             tensor.histogram
@@ -326,9 +327,9 @@ def _healthy(event: Event, kind: str, names: Sequence[str], blocks: Sequence[Win
     return WHOLE
 
 
-def _shown(event: Event, block: int, blocks: Sequence[Window]) -> str:
+def _shown(step: int, block: int, blocks: Sequence[Window]) -> str:
     if block == WHOLE:
-        return f"No healthy step was counted before step {event.step:,}." if event.step else ""
+        return f"No healthy step was counted before step {step:,}." if step else ""
     window = blocks[block]
     named = steps_named(window.first_step, window.last_step)
-    return f"Shown: {named}, the last healthy sample before step {event.step:,}."
+    return f"Shown: {named}, the last healthy sample before step {step:,}."

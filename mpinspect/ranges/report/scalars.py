@@ -24,7 +24,9 @@ from mpinspect.ranges.analysis.ranges import tensor_infos
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.report.layers import log2_of
-from mpinspect.ranges.session import Event, Measurement, Precision, Progress, Session, TensorInfo, Window
+from mpinspect.ranges.session import Event, Measurement, Precision, Progress, Session
+from mpinspect.ranges.windows.tensors import TensorInfo
+from mpinspect.ranges.windows.window import Window
 from mpinspect.runtime.background import give_way
 
 USED = "loss_scale/used"

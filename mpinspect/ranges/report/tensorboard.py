@@ -32,7 +32,9 @@ from mpinspect.ranges.report.scalars import USED, ScalarSink
 from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, Curves, Worst
 from mpinspect.ranges.report.tensorboard_events import EventFile
 from mpinspect.ranges.report.tensorboard_layout import FLUSHED, MEASURES, layout, over_layers
-from mpinspect.ranges.session import Event, Progress, ScaleChange, Session, TensorInfo, TensorKey, Window
+from mpinspect.ranges.session import Event, Progress, ScaleChange, Session
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
+from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting import markdown
 from mpinspect.reporting.words import format_name
 from mpinspect.runtime.background import Background, Seldom, give_way

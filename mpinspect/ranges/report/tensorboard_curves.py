@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
-from mpinspect.ranges.session import TensorKey
+from mpinspect.ranges.windows.tensors import TensorKey
 
 #: Number of tensors of each kind that have curves, by default.
 MOST_CURVES = 20

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpinspect.ranges.kinds import KINDS, TABLE, UPDATE
 from mpinspect.ranges.report.layers import by_pattern, common_name
-from mpinspect.ranges.session import TensorInfo, TensorKey
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
 from mpinspect.reporting.streams import printable
 
 #: Most lines of a chart, about as many as TensorBoard has markers for.

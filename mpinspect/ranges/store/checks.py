@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpinspect.ranges.session import LARGEST_EXPONENT
-from mpinspect.ranges.store.columns import PER_BIN, SIGNIFICANDS, Column, TensorColumns
+from mpinspect.ranges.windows.columns import PER_BIN, SIGNIFICANDS, Column, TensorColumns
+from mpinspect.ranges.windows.tensors import LARGEST_EXPONENT
 from mpinspect.runtime.decoding import DecodingError
 
 #: Largest unpacked window in bytes: 1 KiB (three times the size of 40 exponents) for each of MOST_TENSORS.

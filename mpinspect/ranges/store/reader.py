@@ -10,22 +10,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from mpinspect.ranges.session import (
-    Count,
-    Event,
-    Measurement,
-    Precision,
-    Progress,
-    RankRecord,
-    RunInfo,
-    Session,
-    TensorInfo,
-    TensorKey,
-    Window,
-)
+from mpinspect.ranges.session import Event, Measurement, Precision, Progress, RankRecord, RunInfo, Session
 from mpinspect.ranges.store import frames, windows
 from mpinspect.ranges.store.checks import MOST_TENSORS
 from mpinspect.ranges.store.frames import FILE_NAME, HEADER, MAGIC, SCHEMA_VERSION, SessionError
+from mpinspect.ranges.windows.tensors import Count, TensorInfo, TensorKey
+from mpinspect.ranges.windows.window import Window
 from mpinspect.runtime.decoding import DecodingError, bytes_of, parsed, typed
 
 #: Largest file in bytes: twice the size of 65,536 tensors in 32 windows.

@@ -6,10 +6,11 @@ from io import FileIO
 from os import PathLike
 from pathlib import Path
 
-from mpinspect.ranges.session import Session, TensorKey
+from mpinspect.ranges.session import Session
 from mpinspect.ranges.store import frames, windows
 from mpinspect.ranges.store.frames import HEADER, SessionError, frame, reason
 from mpinspect.ranges.store.reader import read_session
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting.words import filled
 from mpinspect.runtime.appending import write_all
 

@@ -15,9 +15,9 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from mpinspect.ranges.session import Count, Exponent, TensorKey, Window
 from mpinspect.ranges.store.checks import Limits, check_counts
-from mpinspect.ranges.store.columns import (
+from mpinspect.ranges.store.frames import json_bytes
+from mpinspect.ranges.windows.columns import (
     PER_BIN,
     PER_PEAK,
     PER_TENSOR,
@@ -27,7 +27,8 @@ from mpinspect.ranges.store.columns import (
     TensorColumns,
     narrowed,
 )
-from mpinspect.ranges.store.frames import json_bytes
+from mpinspect.ranges.windows.tensors import Count, Exponent, TensorKey
+from mpinspect.ranges.windows.window import Window
 from mpinspect.runtime.decoding import Between, DecodingError, OneOf, inflated, parsed, typed
 
 #: zlib's fastest level: 1 ms for 100 tensors; higher levels save a tenth of the size for several times the time.

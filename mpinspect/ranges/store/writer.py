@@ -13,22 +13,12 @@ from os import PathLike
 from pathlib import Path
 from types import TracebackType
 
-from mpinspect.ranges.session import (
-    Event,
-    Measurement,
-    Precision,
-    Progress,
-    RunInfo,
-    TensorInfo,
-    TensorKey,
-    Window,
-    coarsen_plan,
-    merge_windows,
-    window_limit,
-)
+from mpinspect.ranges.session import Event, Measurement, Precision, Progress, RunInfo
 from mpinspect.ranges.store import frames, windows
 from mpinspect.ranges.store.frames import FILE_NAME, HEADER, frame
 from mpinspect.ranges.store.save import cannot_write, claim
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
+from mpinspect.ranges.windows.window import Window, coarsen_plan, merge_windows, window_limit
 from mpinspect.runtime.appending import AppendedFile, replace_whole
 from mpinspect.runtime.decoding import DecodingError
 from mpinspect.runtime.finalizing import until_finalized

@@ -13,8 +13,9 @@ from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.precision import ledger_line
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.session import Session, narrowest
+from mpinspect.ranges.session import Session
 from mpinspect.ranges.store import SessionError, read_session
+from mpinspect.ranges.windows.tensors import narrowest
 from mpinspect.run.diff.products import Product, compare_kernels, compare_shapes, products
 from mpinspect.run.diff.report import DiffReport, ModelDiff, Side
 from mpinspect.run.reading import is_run_directory, read_run

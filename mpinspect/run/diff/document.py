@@ -11,9 +11,19 @@ from typing import Any
 from mpinspect.ranges.analysis.comparison import RangeDiff
 from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.report import RangeReport
-from mpinspect.ranges.report.comparison import BESIDE, ROWS, advice, blocks, headline, maps, matters, trouble
+from mpinspect.ranges.report.comparison import (
+    BESIDE,
+    ROWS,
+    advice,
+    blocks,
+    headline,
+    headline_parts,
+    maps,
+    matters,
+    trouble,
+)
 from mpinspect.ranges.report.front import NO_MAP
-from mpinspect.ranges.session import LostUpdates
+from mpinspect.ranges.windows.tensors import LostUpdates
 from mpinspect.reporting.document import (
     Block,
     Column,
@@ -29,6 +39,7 @@ from mpinspect.reporting.document import (
     Parts,
     Tone,
     bullets,
+    lines,
     section,
     table,
 )
@@ -87,12 +98,12 @@ def _front(report: DiffReport) -> Front:
     state, tone = _state(models[0].ranges)
     paths = [PurePath(side.path).name for side in (report.first, report.second)]
     changes = dict.fromkeys(change for model in models for change in model.ranges.settings)
-    words = verdict(report)
-    settings = (Item(change.words) for change in changes if change.words not in words)
+    first, *others = _verdict_parts(report)
+    settings = (Item(change.words) for change in changes if change.words not in " ".join(others))
     # A finding's whole message is too long for a headline.
-    in_short: Tone = "lead" if len(words) > _LONGEST else tone
+    is_short = len(first) <= _LONGEST
     beside: tuple[Block, ...] = (
-        Line(words, "strong" if in_short == "good" else in_short),
+        *lines(*([] if is_short else [first]), *others, tone="lead"),
         *(Line(f"{model.name}: {headline(model.ranges)}") for model in models[1 : _MODELS.terminal]),
         *_advice(report),
         *section("Settings that differ", Items(tuple(settings), BESIDE)),
@@ -111,6 +122,7 @@ def _front(report: DiffReport) -> Front:
         tuple(_listed(each, owners.get(id(each)), several) for each in report.findings if each.is_alarm),
         picture=next((replace(found, title="", of="Runs") for found in maps(named)), None),
         without=NO_MAP,
+        headline=first if is_short else "",
     )
 
 
@@ -132,16 +144,22 @@ def _state(diff: RangeDiff) -> tuple[str, Tone]:
 
 def verdict(report: DiffReport) -> str:
     """Return a few sentences: which run is not healthy, whether anything relevant differs, and the first difference."""
-    first, words = min(report.models, key=_urgency, default=None), "Nothing was compared."
+    return " ".join(_verdict_parts(report))
+
+
+def _verdict_parts(report: DiffReport) -> list[str]:
+    first, parts = min(report.models, key=_urgency, default=None), ["Nothing was compared."]
     if first:
-        words = headline(first.ranges)
+        parts = list(headline_parts(first.ranges))
     if first and len(report.models) > 1:
-        words = f"{first.name}: {words}"
+        parts[0] = f"{first.name}: {parts[0]}"
     if report.shapes is not None and report.shapes.changes:
-        words = f"{words[:-1]}; products differ in {report.shapes.aspects} ({len(report.shapes.changes):,} of them)."
+        parts[-1] = (
+            f"{parts[-1][:-1]}; products differ in {report.shapes.aspects} ({len(report.shapes.changes):,} of them)."
+        )
     if report.kernels is not None and report.kernels.changes:
-        words = f"{words[:-1]}; kernels differ in {number_of(len(report.kernels.changes), 'module')}."
-    return words
+        parts[-1] = f"{parts[-1][:-1]}; kernels differ in {number_of(len(report.kernels.changes), 'module')}."
+    return parts
 
 
 def _urgency(model: ModelDiff) -> tuple[bool, bool, bool, int]:

@@ -81,6 +81,7 @@ class InspectedModels:
         compiled: knows the modules that must not be hooked.
         tracker: gets the models' scalars.
         written: called after each write of a model's record, on the thread that writes; must not raise.
+        prepared: returns records of the script's code before the first step, once.
     """
 
     def __init__(
@@ -93,9 +94,11 @@ class InspectedModels:
         compiled: Compiled,
         tracker: ActiveRun | None = None,
         written: Callable[[], None] | None = None,
+        prepared: Callable[[], list[Record]] = list,
     ) -> None:
         self._options, self._directory, self._say, self._seen = options, directory, say, seen
         self._lock, self._compiled, self._tracker, self._written = lock, compiled, tracker, written
+        self._prepared = prepared
         self._pause_is_due = False
         self.all: list[InspectedModel] = []
 
@@ -264,6 +267,7 @@ class InspectedModels:
         return records
 
     def _new(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], label: Label) -> InspectedModel:
+        prepared = self._prepared()
         name = free_name(model, label, {each.name: each.label for each in self.all})
         say = self._say if not self.all else lambda line: self._say(f"{name}: {line}")
         unhookable = self._unhookable(model)
@@ -276,6 +280,8 @@ class InspectedModels:
         self.all.append(made)
         self._seen.models += 1
         inspector.attach()
+        for record in prepared:
+            inspector.record(record)
         if not optimizers:
             self._pause_the_oldest_without_optimizers()
         return made

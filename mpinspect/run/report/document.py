@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import PurePath
 
 from mpinspect.kernels.report.document import time_lost
@@ -13,7 +12,8 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.report.document import TERMS, change_blocks, title, verdict_blocks
 from mpinspect.ranges.report.explorer import Mapped, picture
-from mpinspect.ranges.report.front import NO_MAP, facts, listed, merged, state_of, verdict_of
+from mpinspect.ranges.report.front import NO_MAP, facts, listed, merged, verdict_of
+from mpinspect.ranges.report.front import state_of as ranges_state
 from mpinspect.ranges.report.place import Began, began
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
 from mpinspect.reporting import forms
@@ -39,6 +39,7 @@ from mpinspect.reporting.document import (
     table,
 )
 from mpinspect.reporting.finding import SEVERITIES, Finding, in_counts
+from mpinspect.reporting.speed import alarms, as_tab, change, state_of
 from mpinspect.reporting.words import (
     NOT_APPLICABLE,
     UNKNOWN,
@@ -109,7 +110,7 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
     Only the models with the most severe findings have a line.
     """
     ended = lines(report.ended, tone="error")
-    speed = lines(filled("On speed: {}.", _alarms(report.speed_findings)))
+    speed = lines(filled("On speed: {}.", alarms(report.speed_findings)))
     if len(report.parts) == 1:
         return (*ended, *verdict_blocks(_without_end(report.parts[0].ranges).verdict), *speed)
     gravest = sorted(report.parts, key=_gravity, reverse=True)[:MAX_MODELS]
@@ -225,13 +226,9 @@ def _picture(report: RunReport) -> Widget | None:
 def _tabs(report: RunReport) -> Iterator[Tab]:
     """Yield the kernels, then the shapes."""
     if report.kernels is not None:
-        yield Tab("Kernels", forms.document(report.kernels), _alarms(report.kernels.findings))
+        yield as_tab("Kernels", forms.document(report.kernels), report.kernel_findings)
     if report.shapes is not None:
-        yield Tab("Shapes", forms.document(report.shapes), _alarms(report.shape_findings))
-
-
-def _alarms(findings: Iterable[Finding]) -> str:
-    return in_counts(finding for finding in findings if finding.is_alarm)
+        yield as_tab("Shapes", forms.document(report.shapes), report.shape_findings)
 
 
 def _panel(report: RunReport) -> Iterator[Block]:
@@ -258,25 +255,20 @@ def _verdict_of_several(gravest: list[ModelPart]) -> Iterator[Block]:
 def _of_speed(report: RunReport) -> Iterator[Block]:
     """Yield the verdict of a run without models: what was seen, the finding that costs most, and its change."""
     yield from map(Line, map(upper_first, report.saw))
-    alarms = (each for each in (*report.kernel_findings, *report.speed_findings) if each.is_alarm)
-    for found in islice(alarms, 1):
-        yield Line(found.message, "warning")
-        yield from lines(filled("Change: {}", found.fix), tone="lead")
+    yield from change((*report.kernel_findings, *report.shape_findings))
 
 
 def _state(report: RunReport) -> tuple[str, Tone]:
     """Return the run's state in a word or two and its tone, by the model with the gravest findings."""
     if report.parts:
-        state, tone = state_of(max(report.parts, key=_gravity).ranges)
+        state, tone = ranges_state(max(report.parts, key=_gravity).ranges)
         if tone == "error" or not report.ended:
             return state, tone
     if report.by_error or report.ended:
         return "Ended by an exception", "error"
     if report.shapes is None and report.kernels is None:
         return "Nothing inspected", "unknown"
-    if _alarms(report.speed_findings):
-        return "Warning", "warning"
-    return "No loss of speed found", "good"
+    return state_of(report.speed_findings)
 
 
 def _gravity(part: ModelPart) -> tuple[int, bool]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from mpinspect.reporting import speed
 from mpinspect.reporting.document import (
     Cell,
     Column,
@@ -13,6 +14,7 @@ from mpinspect.reporting.document import (
     Findings,
     Limit,
     Line,
+    Tab,
     Tables,
     Tone,
     bullets,
@@ -61,15 +63,25 @@ _TALK = {True: "yes", False: "no", None: NOT_APPLICABLE}
 
 def document(report: ShapeReport) -> Document:
     """Return the report as a document."""
+    bars = section("Products, worst first", _products(product_rows(report)), is_on_front=True)
+    clean = clean_sentence(report)
     return Document(
         headline(report),
         (
-            *lines(*totals(report)),
-            *lines(clean_sentence(report), tone="good" if is_clean(report) else "strong"),
-            *section("Findings", Findings(report.listed), *_unchanging(report)),
+            *section("Findings", Findings(report.listed), *_unchanging(report), is_on_front=True),
             *section("Sizes to pad", _padding(report.padding)),
-            *section("Products, worst first", _products(product_rows(report))),
+            *bars,
             *section("Notes", bullets(report.notes, NOTES)),
+        ),
+        verdict=(*lines(*totals(report)), *lines(clean, tone="good" if is_clean(report) else "strong")),
+        front=speed.front(
+            report.model or "A model",
+            tuple(headline(report).partition(" on ")[2].split(", ")),
+            report.listed,
+            Tab("Shapes", Document("", bars)),
+            headline=f"{totals(report)[0]}.".replace("..", "."),
+            unasked=clean,
+            notes=tuple(line.text for line in _unchanging(report)),
         ),
     )
 
@@ -197,18 +209,20 @@ def _padding_cells(padding: Padding) -> list[str]:
 def _products(rows: list[ProductRow]) -> Tables:
     limit = Limit(_TERMINAL, _PAGE, _rest(rows[_TERMINAL:]), _rest(rows[_PAGE:]))
     columns = (
+        Column("of the FLOPs", is_left=True),
         Column("module", is_name=True),
         Column("role", is_left=True),
         Column("M x N x K"),
         Column("dtype", priority=1),
         Column("calls", priority=1),
-        Column("share", meaning="of the FLOPs"),
         Column("x8", meaning="the rule of multiples of 8, which libraries before cuBLAS 11 and cuDNN 7.6.3 required"),
         Column("verdict", meaning="by today's rule, aligned strides and a dtype that the GPU's Tensor Cores multiply"),
         Column("why", is_left=True, priority=2),
     )
     shown = rows[: most(limit, len(rows))]
-    return table(columns, map(_product_cells, shown), limit=limit, total=len(rows))
+    largest = max((row.share for row in rows), default=0.0) or 1.0
+    cells = (_product_cells(row, row.share / largest) for row in shown)
+    return table(columns, cells, limit=limit, total=len(rows))
 
 
 def _rest(rows: list[ProductRow]) -> str:
@@ -223,16 +237,17 @@ def verdict_cell(verdict: str, *, is_to_do: bool) -> Cell:
     return Cell(verdict, TONES.get(verdict, ""))
 
 
-def _product_cells(row: ProductRow) -> list[str | Cell]:
+def _product_cells(row: ProductRow, bar: float) -> list[str | Cell]:
+    verdict = verdict_cell(row.verdict, is_to_do=row.is_to_do)
     return [
+        Cell(percent(min(row.share, 1.0)), verdict.tone or "dim", bar=bar),
         row.module,
         row.role,
         row.sizes,
         row.dtype,
         f"{row.calls:,}",
-        percent(min(row.share, 1.0)),
         row.talk,
-        verdict_cell(row.verdict, is_to_do=row.is_to_do),
+        verdict,
         row.reason,
     ]
 

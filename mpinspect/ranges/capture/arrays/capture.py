@@ -13,15 +13,9 @@ from mpinspect.ranges.capture.arrays.samples import ArraySample, sample
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS
-from mpinspect.ranges.session import (
-    Session,
-    TensorInfo,
-    TensorKey,
-    TensorWindow,
-    Window,
-    add_counts,
-    merge_tensor_windows,
-)
+from mpinspect.ranges.session import Session
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey, TensorWindow, add_counts, merge_tensor_windows
+from mpinspect.ranges.windows.window import Window
 
 
 @dataclass

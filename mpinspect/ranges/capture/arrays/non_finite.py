@@ -10,7 +10,8 @@ from mpinspect.ranges.capture import culprit
 from mpinspect.ranges.capture.arrays.samples import ArraySample
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, Culprit, History, Seen
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT
-from mpinspect.ranges.session import Event, TensorKey
+from mpinspect.ranges.session import Event
+from mpinspect.ranges.windows.tensors import TensorKey
 
 _FORWARD_KINDS = (ACTIVATION, WEIGHT)
 _WHY = "it was the first array observed in this step that was not finite"

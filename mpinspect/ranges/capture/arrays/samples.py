@@ -17,7 +17,7 @@ from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import floor_log2, is_power_of_two
 from mpinspect.ranges.capture.arrays.given import Given
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.session import TensorKey, TensorWindow, floor_exponent, narrowest, overflow_exponent
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow, floor_exponent, narrowest, overflow_exponent
 
 IntArray = npt.NDArray[np.int64]
 

@@ -81,6 +81,11 @@ class Origins:
         worst = max(filter(None, map(self._errors.of, tensors)), key=lambda each: each.error.of_each, default=None)
         return worst.names if worst is not None and worst.share > _MOST else ()
 
+    def worst_of(self, tensor: torch.Tensor) -> tuple[str, ...]:
+        """Return the names of the operator that made more of a tensor's error than any other; () without one."""
+        worst = self._errors.of(tensor)
+        return worst.names if worst is not None else ()
+
     def of_overflow(self, operands: Iterable[torch.Tensor], largest: float) -> Near | None:
         """Return the operator that used up FP16's range before a result of this exact size; None if the last one used more."""
         near = max(filter(None, map(self._near.of, operands)), key=lambda each: each.gain, default=None)

@@ -69,6 +69,13 @@ class Twins:
             return self.to_write(tensor)
         return twin
 
+    def living(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+        """Yield each storage that has a twin as one dimension, the twin, and whether its values were only cast."""
+        for twin in list(self._of.values()):
+            storage = twin.storage()
+            if storage is not None and twin.dtype is not torch.bool:
+                yield _whole(storage, twin.dtype), twin.values, twin.is_cast
+
     def written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Handle that tensors of the run are about to be written: twins that have their memory get a copy."""
         for each in tensors:
@@ -92,11 +99,7 @@ class Twins:
         if is_ours and have_one_layout(tensor, twin):
             self._set(tensor, flat(twin), is_cast, is_shared=False)
             return
-        storage = tensor.untyped_storage()
-        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-            storage, 0, (storage.nbytes() // tensor.element_size(),), (1,)
-        )
-        values = whole.to(TWIN_DTYPES[tensor.dtype], copy=True)
+        values = _whole(tensor.untyped_storage(), tensor.dtype).to(TWIN_DTYPES[tensor.dtype], copy=True)
         values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(twin)
         self._set(tensor, values, is_cast, is_shared=False)
 
@@ -184,6 +187,12 @@ def reference(tensor: torch.Tensor) -> StorageWeakRef:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that covers its storage as one dimension."""
     return tensor.as_strided((tensor.numel(),), (1,), 0)
+
+
+def _whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of all elements of a storage, in one dimension."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
 
 
 def _covers(tensor: torch.Tensor) -> bool:

@@ -13,16 +13,8 @@ from mpinspect.ranges.analysis.layer_report import LayerReport
 from mpinspect.ranges.analysis.report import Coverage
 from mpinspect.ranges.analysis.scale_advice import Advised
 from mpinspect.ranges.records import AnyRecord, Record, recorded
-from mpinspect.ranges.session import (
-    Event,
-    Precision,
-    Progress,
-    ScalerRecord,
-    Session,
-    TensorInfo,
-    TensorKey,
-    TensorWindow,
-)
+from mpinspect.ranges.session import Event, Precision, Progress, ScalerRecord, Session
+from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey, TensorWindow
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled, some
 

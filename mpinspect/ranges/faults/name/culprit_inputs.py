@@ -113,10 +113,8 @@ def _examined(
 
 
 class _Batch(Sentences):
-    BATCH = "In step {step} the batch itself holds infinities or NaNs{places}: neither the model nor the precision made them."
-    TARGETS = (
-        "In step {step} the targets hold infinities or NaNs{places}: neither the model nor the precision made them."
-    )
+    BATCH = "In step {step} the batch itself holds infinities or NaNs{places}: the model did not make them."
+    TARGETS = "In step {step} the targets hold infinities or NaNs{places}: the model did not make them."
     ALSO = "The model's input was not finite in {further:count further step}."
     ALONE = "The model's input was finite in all other steps."
     LOOK = "Look at these samples and their preprocessing; leave them out or repair them before they reach the model."

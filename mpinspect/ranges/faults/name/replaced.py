@@ -17,7 +17,8 @@ from mpinspect.ranges.records import (
     SteppedWhileScaled,
     WrittenByLoop,
 )
-from mpinspect.ranges.session import END, SKIPPED, Event, TensorKey, TensorWindow
+from mpinspect.ranges.session import END, SKIPPED, Event
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import bracketed, filled, with_power
 

@@ -17,7 +17,8 @@ from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.scaling import ALIKE, LOG2_INITIAL, Scaler, log2_of, skips_of
 from mpinspect.ranges.kinds import GRADIENT_KINDS
 from mpinspect.ranges.records import ChangedBeforeStep, DividedInHalf, MastersGivenSmaller
-from mpinspect.ranges.session import DROPPED, TAKEN, Event, TensorKey
+from mpinspect.ranges.session import DROPPED, TAKEN, Event
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import number_or_power
 

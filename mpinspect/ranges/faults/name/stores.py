@@ -19,7 +19,8 @@ from mpinspect.ranges.records import (
     ParametersCast,
     WeightGrowth,
 )
-from mpinspect.ranges.session import NO_LOST_UPDATES, Event, LostUpdates, OptimizerRecord, TensorKey
+from mpinspect.ranges.session import Event, OptimizerRecord
+from mpinspect.ranges.windows.tensors import NO_LOST_UPDATES, LostUpdates, TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import by_number, filled, number_of
 

@@ -16,7 +16,8 @@ from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.records import MissingGradients, NotOptimized, Saturated
-from mpinspect.ranges.session import FROZEN, TensorKey
+from mpinspect.ranges.session import FROZEN
+from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import as_power, by_number, filled, format_name, with_power
 

@@ -12,7 +12,8 @@ from mpinspect.ranges.analysis.precision import holds_without_scale
 from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import ACTIVATION, UPDATE, WEIGHT, phrase
-from mpinspect.ranges.session import TensorKey, TensorWindow, module_named
+from mpinspect.ranges.session import module_named
+from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import by_number, format_name, number_of
 

@@ -17,7 +17,7 @@ import { percent, power } from "./words.js";
 const COLUMNS = [
   { name: "model", words: "layer", meaning: "", width: 0 },
   { name: "", words: "map", meaning: "", width: 0 },
-  { name: "flushed", words: "flushed", meaning: "share of the non-zero elements that round to zero in this format; zeros may have been values, too", width: 76 },
+  { name: "flushed", words: "flushed", meaning: "share of the non-zero elements that round to zero in this format; ≤: with all zeros, which may have been values", width: 82 },
   { name: "subnormal", words: "subnormal", meaning: "survives with fewer bits", width: 90, isWide: true },
   { name: "overflow", words: "overflow", meaning: "share of the finite non-zero elements beyond the format's largest value; - with infinities, which are in the next column", width: 74 },
   { name: "broken", words: "inf, NaN", meaning: "share of all elements that are infinities (✕) and NaNs (○)", width: 92 },
@@ -31,17 +31,17 @@ export function columnsOf({ storages, data }) {
   return [...COLUMNS, ...lost, ...notes];
 }
 
-/** The cells of what the format does to a layer, each with its tone. @param {any} found @param {string} broken the tone of infinities and NaNs @returns {[string, string][]} */
-export function figureCells(found, broken) {
+/** The cells of what the format does to a layer, each with its tone. @param {any} found @param {string} broken the tone of infinities and NaNs @param {number} hidden zeros that may have been values @returns {[string, string][]} */
+export function figureCells(found, broken, hidden) {
   const unknown = /** @type {[string, string]} */ (["-", ""]);
   if (!found) return Array(5).fill(unknown);
   const { h, all, low, high } = found;
   const part = nonFinite(h);
   const marks = /** @type {[string, string]} */ (part ? [`${"✕".repeat(Number(h.infs > 0))}${"○".repeat(Number(h.nans > 0))} ${percent(part)}`, broken] : ["none", ""]);
   if (!all) return [unknown, unknown, unknown, marks, unknown];
-  const lost = share(found.flushed, all);
+  const lost = share(found.flushed + hidden, all + hidden);
   return [
-    [percent(lost), lost > 0.01 ? "warning" : ""],
+    [`${hidden ? "≤" : ""}${percent(lost)}`, lost > 0.01 ? "warning" : ""],
     [percent(share(found.subnormal, all)), ""],
     // No overflow among the finite values would pass for health: the infinities are in the next column.
     [!high && h.infs ? "-" : low === high ? percent(share(high, all)) : `${percent(share(low, all))}..${percent(share(high, all))}`, high ? "error" : ""],

@@ -119,7 +119,7 @@ export class LayerMap {
     const rows = table.choose();
     this.measure();
     const given = widths(this.wide, table.visible, view.longest);
-    const { row, curve, more } = heights(this.isPrinted ? 0 : this.free, rows, this.shares.foldedHeight, view.isElsewhere);
+    const { row, curve, more } = heights(this.isPrinted ? 0 : this.free, rows, this.shares.foldedHeight, view.isElsewhere && view.data.events.length + view.data.held.length > 0);
     painter.begin(given.names + 1, given.strip, row);
     this.shares.draw(this.wide, curve);
     this.timeline.draw(this.wide, more);

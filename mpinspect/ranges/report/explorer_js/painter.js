@@ -15,8 +15,8 @@ const TALL = 32;
 const strengthOf = (part) => clamp(1 + Math.log10(part) / DECADES, 0, 1);
 /** @param {number} strength @param {number} height of a row in pixels */
 const tallOf = (strength, height) => (height < TALL ? height - 2 : Math.max(strength * (height - 4), 3));
-/** Pixels of the bar of infinities and NaNs. */
-const BROKEN = 30;
+/** Pixels of the bar of infinities and NaNs, of each of its signs, and a strip's part that it takes at most. */
+const [BROKEN, SIGN, BROKEN_PART] = [30, 14, 0.3];
 const COLOURS = ["ground", "fill", "soft", "ink", "info", "flushed", "subnormal", "overflow", "error", "warning"];
 
 export class Painter {
@@ -69,6 +69,11 @@ export class Painter {
   /** Pixels from the left. @param {number} exponent */
   place(exponent) {
     return ((exponent - this.ends[0]) / (this.ends[1] - this.ends[0])) * this.width;
+  }
+
+  /** Whether the middle of a layer's values lies in the left half. @param {any} found its figures */
+  isLeft(found) {
+    return Boolean(found?.all) && this.place(found.h.min + found.h.counts.length / 2) < this.width / 2;
   }
 
   /** The exponent at a distance from the left. @param {number} pixels */
@@ -143,13 +148,17 @@ export class Painter {
     const strength = strengthOf(nonFinite(h));
     const tall = tallOf(strength, height);
     Object.assign(context, { fillStyle: this.colour(colour), globalAlpha: 0.15 + 0.85 * strength });
-    context.fillRect(this.width - BROKEN, height - 1 - tall, BROKEN, tall);
+    const wide = Math.min(BROKEN, BROKEN_PART * this.width);
+    context.fillRect(this.width - wide, height - 1 - tall, wide, tall);
     context.globalAlpha = 1;
     context.beginPath();
-    if (h.infs) {
+    // In a narrow bar a NaN, which an infinity becomes, stands for both.
+    const isRoomy = wide > 2 * SIGN || !h.nans;
+    const cross = this.width - (wide > 2 * SIGN ? 22 : 8);
+    if (h.infs && isRoomy) {
       for (const slope of [-1, 1]) {
-        context.moveTo(this.width - 22 - size, middle - slope * size);
-        context.lineTo(this.width - 22 + size, middle + slope * size);
+        context.moveTo(cross - size, middle - slope * size);
+        context.lineTo(cross + size, middle + slope * size);
       }
     }
     if (h.nans) {

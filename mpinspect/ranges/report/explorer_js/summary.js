@@ -38,12 +38,21 @@ function scaleOf(view) {
 function losses(view, valued, broken) {
   const { ofKind: own, data, state } = view;
   if (!valued.length) return `losses are unknown, since ${own.length === 1 ? "the tensor holds" : `the ${own.length} tensors hold`} no finite non-zero element`;
-  const losing = valued.filter((each) => share(each.flushed, each.all) > 0.01).length;
+  const hiding = own.some((/** @type {any} */ layer) => view.hiddenIn(layer, view.figures(layer)));
+  const losing = own.filter((/** @type {any} */ layer) => losesMuch(view, layer)).length;
   const over = valued.filter((each) => each.high > 0).length;
   const { title } = data.kinds.find((/** @type {any} */ kind) => kind.name === state.kind);
   const tensors = numberOf(own.length, title.toLowerCase().replace(/s$/, ""));
   const hidden = view.hidesValues ? " (zeros may have been values)" : "";
-  return `${losing} of ${tensors} ${verb(losing, "loses", "lose")} over 1% of ${verb(losing, "its", "their")} elements to zero${hidden}, ${over} ${verb(over, "overflows", "overflow")}${broken ? " in finite values" : ""}`;
+  return `${hiding ? "up to " : ""}${losing} of ${tensors} ${verb(losing, "loses", "lose")} over 1% of ${verb(losing, "its", "their")} elements to zero${hidden}, ${over} ${verb(over, "overflows", "overflow")}${broken ? " in finite values" : ""}`;
+}
+
+/** Whether a layer loses over 1% of its elements, or may. @param {import("./view.js").View} view @param {any} layer */
+function losesMuch(view, layer) {
+  const found = view.figures(layer);
+  if (!found?.all) return false;
+  const hidden = view.hiddenIn(layer, found);
+  return share(found.flushed + hidden, found.all + hidden) > 0.01;
 }
 
 /** A sentence on a chosen event whose step is not, or may not be, among the steps shown. @param {import("./view.js").View} view */

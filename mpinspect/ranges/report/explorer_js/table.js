@@ -76,7 +76,7 @@ export class Table {
 
   /** The cells of a layer, each with its tone. @param {any} layer @param {any} found its figures @returns {[string, string][]} */
   cellsOf(layer, found) {
-    return [...figureCells(found, this.view.toneOf(layer)), ...this.lostCells(layer), ...this.noteCells(layer)];
+    return [...figureCells(found, this.view.toneOf(layer), this.view.hiddenIn(layer, found)), ...this.lostCells(layer), ...this.noteCells(layer)];
   }
 
   /** @param {import("./columns.js").ColumnOf} column */
@@ -235,6 +235,7 @@ export class Table {
     const isSaid = row.classList.contains("marked") && !isNarrow() && (view.data.opening.at || cells.every(([, tone]) => !tone || tone === "good"));
     kept.why.hidden = !isSaid;
     kept.why.textContent = isSaid ? view.why : "";
+    kept.why.classList.toggle("right", isSaid && this.painter.isLeft(found));
     cells.forEach(([text, tone], column) => {
       const cell = kept.cells[column];
       if (cell.textContent !== text) cell.textContent = text;

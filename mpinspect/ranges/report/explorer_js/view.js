@@ -195,6 +195,11 @@ export class View {
     return Boolean(said && curve && this.ofKind.some((/** @type {any} */ layer) => layer.floor !== null && this.counted(layer)?.zeros));
   }
 
+  /** Elements of a layer that an earlier operation may have flushed, in a run that needs a larger loss scale. @param {any} layer @param {any} found its figures */
+  hiddenIn(layer, found) {
+    return this.hidesValues && this.data.suggested && layer.floor !== null ? (found?.h.zeros ?? 0) : 0;
+  }
+
   /** Share of a parameter's updates that are lost, or of all parameters'; null where none was seen. @param {any} storage @param {any} layer @param {number} block */
   lostOf(storage, layer, block = this.state.block) {
     /** @type {any[]} */

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpinspect.numeric.exponents import ExponentHistogram
-from mpinspect.ranges.session import Count, Exponent, LostUpdates, TensorKey, TensorWindow, narrowest
+from mpinspect.ranges.windows.tensors import Count, Exponent, LostUpdates, TensorKey, TensorWindow, narrowest
 
 Column = npt.NDArray[Any]
 

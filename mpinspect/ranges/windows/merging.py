@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpinspect.ranges.session import TensorKey
-from mpinspect.ranges.store.columns import (
+from mpinspect.ranges.windows.columns import (
     PER_BIN,
     PER_PEAK,
     SIGNIFICANDS,
@@ -18,6 +17,7 @@ from mpinspect.ranges.store.columns import (
     TensorColumns,
     narrowed,
 )
+from mpinspect.ranges.windows.tensors import TensorKey
 
 
 def merge_columns(parts: Sequence[TensorColumns]) -> TensorColumns:

@@ -1,0 +1,197 @@
+"""Computes twice what a script prepares in 16 bits before it trains: tables, schedules, normalised features.
+
+At the end each tensor that is left is compared with its FP32 twin. What has been freed by then cannot harm the training.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from mpinspect.ranges.faults.measure.operands import NARROW, Pending, numbers_of
+from mpinspect.ranges.faults.measure.second import SecondComputation
+from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
+from mpinspect.ranges.faults.measure.twins import Marks, distance, is_finite
+from mpinspect.ranges.records import PreparedError, Record
+from mpinspect.runtime.outputs import leaves
+
+#: Bytes of twins, seconds of ours, and operators of any dtype, after which nothing more is computed twice. A dispatch mode alone
+#: makes a small operator some ten times as slow.
+_MOST_BYTES, _MOST_SECONDS, _MOST_OPERATORS = 256 << 20, 3.0, 20_000
+#: The least error of a tensor, relative to its norm. Rounding once makes at most 2^-9 in BF16.
+_LEAST = 0.05
+#: The least share of whole numbers that a cast changes.
+_CHANGED = 0.01
+#: The most operators that are recorded.
+_MOST = 3
+
+
+class PreparedTensors(SecondComputation):
+    """Recomputes operators outside of a training, and judges the tensors that are left of them.
+
+    Args:
+        used_up: called when its time, memory or number of operators is used up.
+    """
+
+    def __init__(self, used_up: Callable[[], None]) -> None:
+        super().__init__(lambda: "", ())
+        self._used_up, self._operators = used_up, 0
+        self._readers = {}
+        self._seconds = 0.0
+        #: The operators to which tensors owe their infinities and NaNs: name, line, module and dtype.
+        self._breaking: Marks[tuple[str, ...]] = Marks()
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
+        """Prepare an operator's second run; operators on FP32 tensors without twins are left out."""
+        if self._is_over:
+            return []
+        began = time.perf_counter()
+        self._operators += 1
+        pending: list[Pending] = []
+        given = list(leaves((*args, *kwargs.values())))
+        # A weight has no exact value: training begins with the one that it has.
+        is_weight = any(isinstance(each, torch.nn.Parameter) for each in given)
+        if not is_weight and (self._twins.bytes or any(map(_is_narrow, given))):
+            pending = super().before(func, args, kwargs)
+        self._count_time(began)
+        return pending
+
+    def after(self, pending: Any, result: Any, frame: FrameType) -> None:
+        """Run each operator again, and keep the twins."""
+        began = time.perf_counter()
+        super().after(pending, result, frame)
+        self._count_time(began)
+
+    def _count_time(self, began: float) -> None:
+        self._seconds += time.perf_counter() - began
+        if self._is_used_up():
+            # Writes to tensors are not seen from here on, so that their twins are worth nothing.
+            self._end()
+            self._used_up()
+
+    def _is_used_up(self) -> bool:
+        too_long = self._seconds > _MOST_SECONDS or self._operators > _MOST_OPERATORS
+        return too_long or self._twins.bytes > _MOST_BYTES
+
+    def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
+        super()._compare(pending, value, twin)
+        broken = None
+        if not is_finite(value) and is_finite(twin):
+            known = map(self._breaking.of, numbers_of(pending.given[0]))
+            broken = next(filter(None, known), None) or self._origin(pending, value)
+        self._breaking.put(value, broken)
+
+    def records(self) -> list[Record]:
+        """Return records of the operators whose errors are in tensors that are left, the worst first. Waits for the device."""
+        found: dict[tuple[str, ...], PreparedError] = {}
+        for value, twin, is_cast in self._twins.living():
+            record = self._of_cast(value, twin) if is_cast else self._of_result(value, twin)
+            if record is not None:
+                known = found.setdefault(record.names, record)
+                found[record.names] = max(known, record, key=_harm)
+        self._end()
+        return list(sorted(found.values(), key=_harm, reverse=True)[:_MOST])
+
+    def _of_result(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
+        """Return the record of a tensor that was computed; None if it is close to its twin, or the twin is not finite either."""
+        if not is_finite(twin):
+            return None
+        if not is_finite(value):
+            return _recorded(self._breaking.of(value), value, twin, broken=float((~value.isfinite()).sum()))
+        error = distance(value, twin) / max(float(twin.norm()), torch.finfo(torch.float32).tiny)
+        return _recorded(self._origins.worst_of(value), value, twin, error=error) if error >= _LEAST else None
+
+    def _of_cast(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
+        """Return the record of whole numbers that were only cast; None if nearly all are as before."""
+        if not value.is_floating_point() or not is_finite(value) or not bool((twin == twin.round()).all()):
+            return None
+        changed = float((value.float() != twin).sum())
+        is_many = changed >= _CHANGED * value.numel()
+        return _recorded(self._origins.worst_of(value), value, twin, changed=changed) if changed and is_many else None
+
+
+def _recorded(
+    names: tuple[str, ...] | None, value: torch.Tensor, twin: torch.Tensor, **figures: float
+) -> PreparedError | None:
+    """Return the record of a tensor, with its worst element; None if its operator (name, line, module, dtype) is not known."""
+    if not names:
+        return None
+    operator, line, _, dtype = names
+    worst = int((value.float() - twin).abs().nan_to_num(torch.inf).argmax())
+    places = {"value": float(value[worst]), "exact": float(twin[worst])}
+    more: Any = {"elements": float(value.numel()), **places, **figures}
+    return PreparedError(names=(operator, line, "forward"), text=dtype, **more)
+
+
+class Preparation:
+    """Has the operators of a thread computed twice from the import of torch until its first step.
+
+    Args:
+        note: called with a sentence if that fails.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+        self._tensors: PreparedTensors | None = None
+        self._mode: Twice | None = None
+        self._thread = threading.get_ident()
+        self._when_idle = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._exit_outside_of_operators)
+
+    def begin(self) -> None:
+        """Enter the dispatch mode on this thread."""
+        self._tensors = PreparedTensors(self._exit_soon)
+        self._mode = Twice(self._tensors, RunningModules(), failed=self._failed)
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Exit the mode; where another one is above it, or on another thread, it passes everything on."""
+        if self._mode is not None:
+            self._mode.is_over = True
+            if self._thread == threading.get_ident() and _get_current_dispatch_mode() is self._mode:
+                self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                self._mode = None
+
+    def records(self) -> list[Record]:
+        """End, and return the records; [] from the second call on. Waits for the device."""
+        self.end()
+        tensors, self._tensors = self._tensors, None
+        return [] if tensors is None else tensors.records()
+
+    def _exit_soon(self) -> None:
+        """Exit the mode after the operator that runs: within it, torch has taken the mode off its stack."""
+        if self._mode is not None:
+            self._mode.is_over = True
+            ctypes.pythonapi.Py_AddPendingCall(self._when_idle, None)
+
+    def _exit_outside_of_operators(self, _: object) -> int:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code is not Twice.__torch_dispatch__.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            self._exit_soon()
+        else:
+            self.end()
+        return 0
+
+    def _failed(self, error: Exception) -> None:
+        self._tensors = None
+        self._note(f"what the script computed before its first step was not computed twice: {error!r}")
+        self._exit_soon()
+
+
+def _is_narrow(value: Any) -> bool:
+    return (
+        value in NARROW if isinstance(value, torch.dtype) else isinstance(value, torch.Tensor) and value.dtype in NARROW
+    )
+
+
+def _harm(record: PreparedError) -> tuple[float, float]:
+    return record.broken, record.error + record.changed / record.elements

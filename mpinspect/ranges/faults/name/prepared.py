@@ -1,0 +1,78 @@
+"""The fault of tensors that a script computes before its first step, in 16 bits that lose what FP32 has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpinspect.numeric.formats import FORMATS
+from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
+from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.operators import MATTERS, found_at
+from mpinspect.ranges.records import PreparedError
+from mpinspect.reporting.sentences import Sentences
+
+
+class _Prepared(Sentences):
+    OFF = (
+        "Before the first step, in {place}, {operator} rounds to {dtype:format}. A tensor of {of:count element} made from "
+        "its result is off by {error:percent} when the training begins: one element is {value:.4g} where FP32 gives {exact:.4g}."
+    )
+    BREAKS = (
+        "Before the first step, in {place}, {operator} overflows in {dtype:format}, whose largest finite number is {end:.0f}. "
+        "In a tensor of {of:count element} made from its result, {broken:.0f} are infinite or NaN that are finite in FP32."
+    )
+    ROUNDED = (
+        "Before the first step, in {place}, a cast to {dtype:format} changes {changed:.0f} of {of:count whole number} in a "
+        "tensor that is left when the training begins: {exact:.0f} became {value:.0f}."
+    )
+    IN_FP32 = "Compute it in FP32 from FP32 values, and cast the finished tensor if it has to be in 16 bits."
+    IN_INTEGERS = (
+        "Keep ids, and all numbers whose last digit matters, in int64. {dtype:format} has each whole number only up to "
+        "{most:.0f}."
+    )
+    CODE = "{expression}"
+    INTEGERS = "ids = ids.long()"
+
+
+def _is_inexact(case: Case) -> Iterator[Found]:
+    """A table, a schedule or features that the script computes in 16 bits before its first step, far from their FP32 values.
+
+    Checked under ``mpinspect run`` in a process that trains alone, until the first step or the first ``torch.compile``.
+
+    It is an error if elements are infinite or NaN, and information if the tensor is off by less than 10%.
+
+    False alarms: A tensor that the training does not use is reported if it still exists. Features that are off by a constant may
+    train as well.
+    """
+    for prepared in case.recorded(PreparedError):
+        says, fix, code = _Prepared.OFF, _Prepared.IN_FP32, _Prepared.CODE
+        if prepared.broken:
+            says = _Prepared.BREAKS
+        elif prepared.changed:
+            says, fix, code = _Prepared.ROUNDED, _Prepared.IN_INTEGERS, _Prepared.INTEGERS
+        is_mild = says is _Prepared.OFF and prepared.error < MATTERS
+        words = {"of": int(prepared.elements), "most": 2.0 ** (FORMATS[prepared.text].mantissa_bits + 1)}
+        yield found_at(
+            prepared,
+            says,
+            fix,
+            code,
+            words,
+            operator=prepared.names[0],
+            is_grave=prepared.broken > 0,
+            is_mild=is_mild,
+            step=None,
+        )
+
+
+FAULTS = (
+    Fault(
+        "prepared-in-16-bits",
+        "warning",
+        _is_inexact,
+        (_Prepared,),
+        (*OF_FORWARD, "batch-not-finite", "breaks-in-fp32-too"),
+        is_of_every_step=True,
+    ),
+)

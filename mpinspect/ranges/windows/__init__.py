@@ -1,0 +1,1 @@
+"""The counts of a run: one tensor's, those of a window of steps as columns, and their sums."""

@@ -1,0 +1,154 @@
+"""What a script computes in 16 bits before its first step is computed twice, under ``mpinspect run``."""
+
+import pytest
+import torch
+from agreeing_reports import analyse
+from torch import nn
+from watched_training import train, watched
+
+from mpinspect.ranges.faults.measure import prepared
+from mpinspect.ranges.records import PreparedError, recorded
+
+FAULT = "prepared-in-16-bits"
+
+
+def _errors(run) -> list[PreparedError]:
+    return list(recorded(run.parts.models[0].session.measurements, PreparedError))
+
+
+def _trained() -> None:
+    model = nn.Linear(4, 2)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01))
+
+
+def test_a_table_in_bfloat16_has_the_error_of_its_fp32_computation(tmp_path):
+    with watched(tmp_path) as run:
+        angles = torch.outer(torch.arange(300, dtype=torch.bfloat16), torch.linspace(0.1, 1, 8).bfloat16())
+        table = angles.sin()
+        _trained()
+    exact = torch.outer(torch.arange(300.0), torch.linspace(0.1, 1, 8)).sin()
+    (error,) = _errors(run)
+    assert error.error == pytest.approx(float((table.float() - exact).norm() / exact.norm()), rel=1e-5)
+    assert (error.elements, error.broken, error.text) == (2400, 0, "bfloat16")
+    worst = (table.float() - exact).abs().argmax()
+    assert error.value == float(table.flatten()[worst])
+    (finding,) = [each for each in analyse(run.parts.models[0].session).findings if each.id == FAULT]
+    assert (finding.severity, finding.step) == ("warning", None)
+    assert finding.evidence["line"].startswith("test_preparation.py:")
+
+
+def test_infinities_of_half_features_belong_to_the_operator_that_they_come_from(tmp_path):
+    with watched(tmp_path) as run:
+        raw = torch.full((64, 4), 300.0, dtype=torch.float16)
+        unused = raw.pow(3)
+        features = ((raw * raw).mean(0) - 1).float()
+        del unused
+        _trained()
+    (error,) = _errors(run)
+    assert (error.names[0], error.broken, error.elements) == ("mul", 4, 4)
+    assert not features.isfinite().any()
+    (finding,) = [each for each in analyse(run.parts.models[0].session).findings if each.id == FAULT]
+    assert finding.severity == "error"
+
+
+def test_whole_numbers_that_a_cast_changes_are_counted(tmp_path):
+    with watched(tmp_path) as run:
+        ids = torch.arange(4000).half()
+        _trained()
+    (error,) = _errors(run)
+    assert error.changed == int((ids.long() != torch.arange(4000)).sum()) == 976
+    (finding,) = [each for each in analyse(run.parts.models[0].session).findings if each.id == FAULT]
+    assert finding.severity == "warning"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.arange(2048).half(),
+        lambda: (torch.randn(100) * 1000).half(),
+        lambda: torch.randn(1000, dtype=torch.bfloat16).exp() + 1,
+        lambda: torch.full((4, 4), float("-inf"), dtype=torch.float16).triu(1),
+        lambda: nn.Linear(64, 64, dtype=torch.float16),
+        lambda: nn.Linear(64, 64).bfloat16(),
+        lambda: torch.arange(300, dtype=torch.bfloat16).sin().sum(),
+    ],
+)
+def test_exact_and_nearly_exact_tensors_are_no_fault(tmp_path, made):
+    with watched(tmp_path) as run:
+        kept = made()
+        _trained()
+    assert (_errors(run), run.seen.notes) == ([], [])
+    del kept
+
+
+def test_freed_tensors_and_those_that_were_overwritten_are_no_fault(tmp_path):
+    with watched(tmp_path) as run:
+        table = torch.arange(300, dtype=torch.bfloat16).mul(1.01).sin()
+        del table
+        other = torch.arange(300, dtype=torch.bfloat16).mul(1.01).sin()
+        other.copy_(torch.ones(300))
+        _trained()
+    assert _errors(run) == []
+
+
+def test_nothing_of_the_training_is_taken_for_its_preparation(tmp_path):
+    with watched(tmp_path) as run:
+        _trained()
+        assert torch._C._len_torch_dispatch_stack() == 0
+        table = torch.arange(300, dtype=torch.bfloat16).mul(1.01).sin()
+        _trained()
+    assert _errors(run) == []
+    del table
+
+
+def test_compiling_ends_the_preparation(tmp_path):
+    with watched(tmp_path):
+        assert torch._C._len_torch_dispatch_stack() == 1
+        torch.compile(nn.Linear(2, 2), backend="eager")
+        assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_a_script_with_many_operators_before_its_first_step_is_slowed_down_for_a_while_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "_MOST_OPERATORS", 50)
+    with watched(tmp_path) as run:
+        total = torch.zeros(2, dtype=torch.bfloat16)
+        for _ in range(100):
+            total = total + 1.01
+        assert torch._C._len_torch_dispatch_stack() == 0
+        _trained()
+    assert (_errors(run), run.seen.notes) == ([], [])
+
+
+def test_a_mode_of_the_script_stays_when_the_operators_are_used_up(tmp_path, monkeypatch):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(prepared, "_MOST_OPERATORS", 5)
+    with watched(tmp_path) as run:
+        with Mode() as mode:
+            total = torch.zeros(2)
+            for _ in range(20):
+                total = total + 1
+        _trained()
+        assert torch._C._len_torch_dispatch_stack() == 0
+    assert mode.calls >= 20
+    assert run.seen.notes == []
+
+
+def test_a_failure_costs_the_look_and_one_note(tmp_path, monkeypatch):
+    def fails(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(prepared.PreparedTensors, "before", fails)
+    with watched(tmp_path) as run:
+        table = torch.arange(300, dtype=torch.bfloat16).sin()
+        _trained()
+    assert len(run.seen.notes) == 1
+    assert run.steps() == 3
+    assert torch.equal(table, torch.arange(300, dtype=torch.bfloat16).sin())
