@@ -58,7 +58,6 @@ _EXCLUSIVE = (
     ("batch-not-finite", "weights-exploded"),
     ("batch-not-finite", "mask-hides-whole-row"),
     ("batch-not-finite", "argument-out-of-range"),
-    ("scale-falls-for-forward", "overflow-recurs"),
 )
 
 

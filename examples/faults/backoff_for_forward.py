@@ -1,7 +1,7 @@
 """The forward overflows FP16 from some step on; the scaler backs off for it, again and again, which cannot help."""
 
 # Thread: https://github.com/unslothai/unsloth/issues/4014
-# Finding: scale-falls-for-forward in mlp, from step 6
+# Finding: overflow-in-operator in mlp, from step 6
 import torch
 from torch import nn
 

@@ -1,7 +1,7 @@
 """A gated MLP whose product of gate and up projection grows beyond FP16 in its third step."""
 
 # Thread: https://github.com/unslothai/unsloth-zoo/issues/600
-# Finding: scale-falls-for-forward in layers.0, from step 2
+# Finding: overflow-in-operator in layers.0, from step 2
 import torch
 from torch import nn
 

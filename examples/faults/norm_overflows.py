@@ -1,7 +1,7 @@
 """An RMSNorm by hand that squares FP16 activations: where one of a row reaches 256, the row becomes zero."""
 
 # Thread: https://github.com/pytorch/pytorch/pull/133085
-# Finding: norm-overflows in blocks.0.norm, from step 1
+# Finding: overflow-in-operator in blocks.0.norm, from step 1
 import torch
 from torch import nn
 

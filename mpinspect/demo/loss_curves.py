@@ -96,7 +96,7 @@ def table(curves: Sequence[Curve]) -> str:
         gaps = [from_reference(curve, curves) for curve in group]
         for curve, gap in zip(group, gaps, strict=True):
             scale = (loss_scale(curve), str(curve.skipped_steps))
-            rows.append((name if curve is group[0] else "", str(curve.seed), *scale, *_losses([curve], [gap])))
+            rows.append((name * (curve is group[0]), str(curve.seed), *scale, *_losses([curve], [gap])))
         if len(group) > 1:
             rows.append(("", "mean", "", "", *_losses(group, gaps)))
     if len({curve.seed for curve in curves}) > 1:

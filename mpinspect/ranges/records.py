@@ -8,10 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, get_type_hints
 
 from mpinspect.ranges.session import Measurement
 from mpinspect.runtime.user_line import source_of
+
+if TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: bool):
+        """Return a decorator that does nothing: type checkers alone read it."""
+        return lambda cls: cls
+
 
 AnyRecord = TypeVar("AnyRecord", bound="Record")
 #: The fields of every record. The fields that a class adds are its figures.
@@ -20,9 +29,10 @@ _BY_KIND: dict[str, type[Record]] = {}
 _CASTS: dict[type[Record], dict[str, Any]] = {}
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """Base of all records.
+    """Base of all records; each subclass becomes a frozen dataclass.
 
     Args:
         name: dotted path of the module or parameter; "" for the whole model.
@@ -42,6 +52,7 @@ class Record:
     rank: int | None = None
 
     def __init_subclass__(cls, kind: str = "") -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
         cls.kind = kind
         if kind:
             _BY_KIND[kind] = cls
@@ -94,7 +105,6 @@ def _casts(record: type[Record]) -> Mapping[str, Any]:
 # -- the operation that made the first infinity or NaN; names: rows of the batch ------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class Examined(Record):
     """Non-finite arguments of an operation or of the model, or finite ones with an infinite or NaN result.
 
@@ -119,7 +129,6 @@ class ExaminedBatch(Examined, kind="examined-batch"):
     """The model's input."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ExaminedOutliers(Examined, kind="examined-outliers"):
     """Finite values of the model's input that FP16 can't hold. ``name``: the innermost module that it was given to.
 
@@ -153,14 +162,12 @@ class ExaminedArgument(Examined, kind="examined-argument"):
     """An argument at the edge of its operation's domain, or beyond. ``text``: the operation in words."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class BrokenWeights(Record, kind="broken-weights"):
     """Weights that held infinities or NaNs when a loss was made that was not finite. ``of``: the number of weights read."""
 
     of: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class BrokenElsewhere(Record, kind="broken-elsewhere"):
     """Weights outside of the model, in the graph of a loss that was not finite, that held infinities or NaNs.
 
@@ -168,7 +175,6 @@ class BrokenElsewhere(Record, kind="broken-elsewhere"):
     """
 
 
-@dataclass(frozen=True, kw_only=True)
 class WeightGrowth(Record, kind="weight-growth"):
     """A parameter whose norm grew out of proportion.
 
@@ -193,7 +199,6 @@ class WeightGrowth(Record, kind="weight-growth"):
 # -- gradients between the backward and the optimizer; names: the parameters -----------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class Change(Record):
     """Gradients that changed.
 
@@ -212,7 +217,6 @@ class ChangedWhileScaled(Change, kind="changed-while-scaled"):
     """Gradients that changed between the backward and the scaler's division."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class SteppedWhileScaled(Change, kind="stepped-while-scaled"):
     """Gradients that an optimizer applied before a scaler divided them.
 
@@ -223,7 +227,6 @@ class SteppedWhileScaled(Change, kind="stepped-while-scaled"):
     divided_early: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChangedBeforeStep(Change, kind="changed-before-step"):
     """Gradients that changed after the scaler's division (if any) and before the optimizer's step.
 
@@ -244,7 +247,6 @@ class ChangedBeforeStep(Change, kind="changed-before-step"):
     multiplied_by: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class SteppedBesideScaler(Record, kind="stepped-beside-scaler"):
     """A step that the loop took itself after a scaler's step on the same gradients. ``text``: the line of the loop.
 
@@ -255,7 +257,6 @@ class SteppedBesideScaler(Record, kind="stepped-beside-scaler"):
     skipped: bool
 
 
-@dataclass(frozen=True, kw_only=True)
 class LostSquares(Record, kind="lost-squares"):
     """Averages of squared gradients that are zero before a step, in FP32's range, beside averages of gradients that are not.
 
@@ -268,19 +269,16 @@ class LostSquares(Record, kind="lost-squares"):
     largest: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class CastToFP8(Record, kind="cast-to-fp8"):
     """The first cast to FP8 in a step that was computed twice. ``names``: its operator, line and phase."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class ReplacedBeforeStep(Record, kind="replaced-before-step"):
     """Infinite or NaN gradients that became finite before the optimizer's step. ``of``: the number of gradients."""
 
     of: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class DividedByAnother(Record, kind="divided-by-another-scale"):
     """Gradients that a scaler divides by another scale than the scale that multiplied their loss.
 
@@ -295,14 +293,12 @@ class DividedByAnother(Record, kind="divided-by-another-scale"):
     repeated: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class UnscaledNeverScaled(Record, kind="unscaled-never-scaled"):
     """Gradients that a scaler divided although no scaler had multiplied their loss. ``of``: the number of gradients."""
 
     of: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class UnscaledAgain(Record, kind="unscaled-again"):
     """Gradients that a scaler divided ``times`` times while they were accumulated. ``of``: the number of gradients."""
 
@@ -310,7 +306,6 @@ class UnscaledAgain(Record, kind="unscaled-again"):
     times: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class DividedInHalf(Record, kind="divided-in-half"):
     """FP16 gradients that the loop multiplies by ``factor`` (None: unknown) in FP16, where elements become zero.
 
@@ -321,7 +316,6 @@ class DividedInHalf(Record, kind="divided-in-half"):
     factor: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class GradientsUnderflow(Record, kind="gradients-underflow"):
     """Gradients from ``torch.autograd.grad`` that crowd at FP16's lower end. Its text is the line.
 
@@ -332,7 +326,6 @@ class GradientsUnderflow(Record, kind="gradients-underflow"):
     lost: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class Stale(Record, kind="stale"):
     """Gradients of an earlier step that the optimizer applied: ``parameters`` out of ``of``."""
 
@@ -340,7 +333,6 @@ class Stale(Record, kind="stale"):
     of: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class LeftOver(Record, kind="left-over"):
     """Gradients that were not zeroed: ``parameters`` out of ``of``. ``largest``: their largest magnitude."""
 
@@ -349,7 +341,6 @@ class LeftOver(Record, kind="left-over"):
     largest: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class LostBackwards(Record, kind="lost-backwards"):
     """A step whose optimizers got the gradients of its last backward alone: the earlier ones, ``lost``, were zeroed before it.
 
@@ -362,7 +353,6 @@ class LostBackwards(Record, kind="lost-backwards"):
     backwards: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class MissingGradients(Record, kind="missing"):
     """Optimized parameters, out of ``of``, that never received a gradient. One flag shows how their module was called."""
 
@@ -373,7 +363,6 @@ class MissingGradients(Record, kind="missing"):
     without_graph: bool | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Saturated(Record, kind="saturated"):
     """A function near the loss whose results all lie where its gradient is exactly zero. ``text``: the dtype.
 
@@ -384,7 +373,6 @@ class Saturated(Record, kind="saturated"):
     elements: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class NotOptimized(Record, kind="not-optimized"):
     """Parameters that receive gradients but belong to no optimizer.
 
@@ -397,14 +385,12 @@ class NotOptimized(Record, kind="not-optimized"):
     idle: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class NeverUpdated(Record, kind="never-updated"):
     """``backwards`` backwards without an update. ``names``: the optimizers."""
 
     backwards: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepsStopped(Record, kind="steps-stopped"):
     """``backwards`` backwards since the last optimizer step, and the most that preceded one. ``step``: the unfinished step."""
 
@@ -412,7 +398,6 @@ class StepsStopped(Record, kind="steps-stopped"):
     most: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class Standstill(Record, kind="standstill"):
     """FP32 weights that did not change any more after ``step``, up to the run's end, although they had gradients.
 
@@ -427,7 +412,6 @@ class Standstill(Record, kind="standstill"):
     loss: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class RateZero(Record, kind="rate-zero"):
     """Every learning rate of an optimizer (``text``: its class) was 0 in the last ``steps`` of its ``of`` steps."""
 
@@ -438,7 +422,6 @@ class RateZero(Record, kind="rate-zero"):
 # -- masters --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class MastersNotCopied(Record, kind="masters-not-copied"):
     """Masters, out of ``of``, that changed in ``steps`` steps while their weights did not."""
 
@@ -446,7 +429,6 @@ class MastersNotCopied(Record, kind="masters-not-copied"):
     of: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class MastersStale(Record, kind="masters-stale"):
     """Masters that differed from their weights before the first step, ``changed`` of their elements, and equal them later."""
 
@@ -454,7 +436,6 @@ class MastersStale(Record, kind="masters-stale"):
     of: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class MastersOverwritten(Record, kind="masters-overwritten"):
     """Masters that were overwritten by their weights between two steps, or FP32 weights by a 16-bit copy (``text``: its dtype).
 
@@ -465,7 +446,6 @@ class MastersOverwritten(Record, kind="masters-overwritten"):
     changed: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class MastersGivenSmaller(Record, kind="masters-given-smaller"):
     """Gradients that were divided by ``least`` to ``most`` on their way to the masters, in ``steps`` steps."""
 
@@ -474,7 +454,6 @@ class MastersGivenSmaller(Record, kind="masters-given-smaller"):
     steps: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class MastersAddedUp(Record, kind="masters-added-up"):
     """Masters' gradients that are a sum of old and new gradients.
 
@@ -494,7 +473,6 @@ class MastersAddedUp(Record, kind="masters-added-up"):
 # -- dtypes that change; text: the dtypes before and after ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class Cast(Record):
     """Tensors that were cast to a narrower dtype in the run."""
 
@@ -505,7 +483,6 @@ class Cast(Record):
         return before, after
 
 
-@dataclass(frozen=True, kw_only=True)
 class ParametersCast(Cast, kind="parameters-cast"):
     """Parameters that an optimizer stepped in a wider dtype before: ``count`` of the ``of`` parameters of the one that steps now.
 
@@ -525,7 +502,6 @@ class StatesCast(Cast, kind="states-cast"):
 # -- sums and numbers in 16 bits; text: the dtype ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class FlushedState(Record, kind="flushed-state"):
     """An optimizer's FP16 state without negative elements. ``text``: its name; ``names``: the parameters.
 
@@ -536,7 +512,6 @@ class FlushedState(Record, kind="flushed-state"):
     flushed: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class Accumulation(Record, kind="accumulation"):
     """Elements of a micro-batch's gradient that were lost when they were added to the accumulated gradient.
 
@@ -553,7 +528,6 @@ class Accumulation(Record, kind="accumulation"):
     all_nonzero: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Statistics(Record, kind="statistics"):
     """Running statistics that are not finite, or that ``writes`` writes did not change. ``text``: which one, and the dtype."""
 
@@ -571,30 +545,12 @@ class Statistics(Record, kind="statistics"):
         return self.text.rpartition(" ")[2]
 
 
-@dataclass(frozen=True, kw_only=True)
 class BrokenLoss(Record, kind="broken-loss"):
     """A loss that was not finite. ``names``: autograd's operators. ``in_half``: whether one of them computed in FP16."""
 
     in_half: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class OverflowedNorm(Record, kind="overflowed-norm"):
-    """Infinite divisors, or arguments of an inverse root, that are finite in FP32. ``text``: the dtype and the operator.
-
-    The operator, line and phase are in ``names`` as well, except in sessions of earlier versions.
-
-    Args:
-        elements, of: the number of infinite elements, and of all.
-        is_by_row: whether each element is of a row.
-    """
-
-    elements: float
-    of: float
-    is_by_row: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Positions(Record, kind="positions"):
     """Consecutive whole numbers that rounding made equal. ``names``: the operator that rounded them, and their use.
 
@@ -612,7 +568,6 @@ class Positions(Record, kind="positions"):
     is_table: bool
 
 
-@dataclass(frozen=True, kw_only=True)
 class Ties(Record, kind="ties"):
     """Scores that tie at the edge of a top k.
 
@@ -629,14 +584,15 @@ class Ties(Record, kind="ties"):
 # -- autocast regions -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class StaleCasts(Record, kind="autocast-stale-casts"):
-    """Forwards, in ``steps`` of the measured steps, with casts of weights made before the weights' last update."""
+    """Forwards, in ``steps`` of the measured steps, with casts of weights made before the weights' last update.
+
+    ``names``: empty after an optimizer's step; else operator, line, phase, and the weight.
+    """
 
     steps: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class AutocastElsewhere(Record, kind="autocast-elsewhere"):
     """``regions`` autocast regions for another device type than the model's. ``names``: the regions' type, the model's type."""
 
@@ -646,7 +602,6 @@ class AutocastElsewhere(Record, kind="autocast-elsewhere"):
 # -- the second computation; names: operator, line, phase, and the weight whose gradient has the largest error ---------------
 
 
-@dataclass(frozen=True, kw_only=True)
 class BornInfinite(Record, kind="second-born"):
     """The first operator with a result that is infinite or NaN where the exact one is finite.
 
@@ -667,7 +622,6 @@ class BornInfinite(Record, kind="second-born"):
     near: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class BrokenAlike(Record, kind="second-broken-alike"):
     """The first operator with a result that is not finite in the exact computation either: ``elements`` of ``of``.
 
@@ -680,7 +634,6 @@ class BrokenAlike(Record, kind="second-broken-alike"):
     from_finite: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class PreparedError(Record, kind="prepared-error"):
     """A tensor that was computed before the first step, and is left then, whose FP32 twin differs. ``names``: the operator that
     made most of the error, its line and phase.
@@ -705,7 +658,6 @@ class CalledLines(Record, kind="second-lines"):
     """The lines of all calls of an operator, its name as ``text``, in a forward that takes a gradient."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class LostSum(Record, kind="second-lost-sum"):
     """A sum that loses terms to rounding.
 
@@ -721,7 +673,6 @@ class LostSum(Record, kind="second-lost-sum"):
     gradients_error: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class AbsorbedOperand(Record, kind="second-absorbed"):
     """An addition whose smaller operand is mostly lost.
 
@@ -740,7 +691,6 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
     gradients_error: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class FlushedResult(Record, kind="second-flushed"):
     """An FP16 result of an optimizer's step, or one that a tensor takes which persists, most of whose elements are flushed; or
     a cast to FP8.
@@ -758,12 +708,10 @@ class FlushedResult(Record, kind="second-flushed"):
     times: float = 1
 
 
-@dataclass(frozen=True, kw_only=True)
 class RoundedConstant(Record, kind="second-constant"):
     """A difference from the constant 1, in an optimizer's step, that is zero: the other number is 1 in 16 bits."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class FrozenBuffer(Record, kind="second-buffer"):
     """A sum kept from step to step that additions in place leave unchanged. A buffer's or weight's name is the last of ``names``.
 
@@ -780,7 +728,6 @@ class FrozenBuffer(Record, kind="second-buffer"):
     rounded: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class GrowingSum(Record, kind="second-growing"):
     """A sum kept from step to step that rounds its terms, and stops if it grows on. A buffer's name is the last of ``names``.
 
@@ -796,7 +743,6 @@ class GrowingSum(Record, kind="second-growing"):
     stops_at: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class AmplifiedError(Record, kind="second-amplified"):
     """An operator whose result is mostly the error of its inputs.
 
@@ -818,7 +764,6 @@ class AmplifiedError(Record, kind="second-amplified"):
     typical: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChangedIntegers(Record, kind="second-integers"):
     """Whole numbers that a 16-bit format changed before they were made integers again.
 
@@ -833,7 +778,6 @@ class ChangedIntegers(Record, kind="second-integers"):
     exact: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class ChangedChoices(Record, kind="second-choices"):
     """Integers or a mask that 16-bit numbers decide, other than in FP32, and that are used as indices, weights or conditions.
 
@@ -858,7 +802,6 @@ class ChangedChoices(Record, kind="second-choices"):
         return self.entries is not None and (self.distinct or 0) * 2 <= self.entries
 
 
-@dataclass(frozen=True, kw_only=True)
 class RoundedArgument(Record, kind="second-argument"):
     """Arguments near zero of an operator that is singular there, which are mostly rounding error.
 
@@ -881,7 +824,6 @@ class RoundedArgument(Record, kind="second-argument"):
     nearest: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class MixedPowers(Record, kind="mixed-powers"):
     """A sum of two terms that carry different powers of the loss scale, or a number that limits a scaled value.
 
@@ -900,12 +842,10 @@ class MixedPowers(Record, kind="mixed-powers"):
     share: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class WrittenByLoop(Record, kind="written-by-loop"):
     """A weight that other code than an optimizer's step or a forward writes. Its names are the operator and the line."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class NewScalers(Record, kind="new-scalers"):
     """Steps that used a newly made scaler: ``new`` out of ``steps``."""
 

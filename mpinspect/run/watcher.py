@@ -168,6 +168,7 @@ class Watcher(Guarded):
     @guarded
     def backward_ended(self, tensors: Any, _: None) -> None:
         """Begin or end the recorded step of a script without optimizers; called when a backward has run."""
+        self._end_preparation()
         if self._active and self._parts is not None and not self._known:
             with self._lock.held():
                 self._parts.one_step.backward_ended()
@@ -183,6 +184,7 @@ class Watcher(Guarded):
         """Count the step and update the models and recordings; called when ``optimizer.step()`` has run."""
         if not self._active:
             return
+        self._end_preparation()
         with self._lock.held():
             self.seen.steps += 1
             if id(optimizer) not in self._known:

@@ -363,14 +363,11 @@ def test_a_loss_scale_that_stays_infinite_is_reported():
 
 def test_a_nan_in_the_forward_is_an_error_that_no_lower_scale_fixes():
     events = [event(step, "forward", value="nan", loss_scale=None, forward_finite=False) for step in range(3, 43)]
-    cause = found(steps_with(events), "scale-falls-for-forward")
-    assert (cause.severity, cause.layer, cause.step) == ("error", "fc2", 3)
-    assert cause.evidence["steps"] == 40
-    assert "the loss scale is not the cause" in cause.message
     finding = found(steps_with(events), "non-finite-event")
-    assert (finding.severity, finding.layer, finding.evidence["step"]) == ("info", "fc2", 3)
-    assert finding.evidence["skipped_steps"] == 40
+    assert (finding.severity, finding.layer, finding.step) == ("error", "fc2", 3)
+    assert (finding.evidence["steps"], finding.evidence["skipped_steps"]) == (40, 40)
     assert "can't help" in finding.message
+    assert "new GradScaler" in finding.fix
 
 
 def test_a_non_finite_forward_is_an_error_without_a_scaler():
@@ -391,6 +388,16 @@ def test_a_step_on_infinite_gradients_is_an_error_unless_later_forwards_are_fini
     at_the_end = found(steps_with([event(7, skipped=False)], steps=8), "non-finite-event")
     assert at_the_end.severity == "error"
     assert found(steps_with([event(7, skipped=None)]), "non-finite-event").severity == "warning"
+
+
+def test_a_compiled_model_survives_a_step_only_if_a_later_backward_is_finite():
+    """No forward of a compiled model is watched."""
+
+    def severity(last):
+        report = steps_with([event(step, skipped=False) for step in range(7, last)], steps=20, compiled=("",))
+        return found(report, "non-finite-event").severity
+
+    assert (severity(20), severity(15)) == ("error", "warning")
 
 
 def test_counted_infinities_are_reported_without_a_watch():

@@ -730,78 +730,6 @@ def chosen_in_float32(chosen):
 
 
 ties_softmax = chosen_in_float32(lambda scores: scores.softmax(-1, dtype=torch.float32).topk(2).values)
-ties_widened = chosen_in_float32(lambda scores: scores.float().sigmoid().topk(2).values)
-
-
-class Attention(nn.Module):
-    """Applies rotary position embeddings, with positions that are created in its forward."""
-
-    def __init__(self, made):
-        super().__init__()
-        self.made, self.proj = made, nn.Linear(16, 16)
-
-    def forward(self, x):
-        angles = self.made(x.shape[1])[:, None].float() / 10000 ** (torch.arange(8) / 8)
-        cos, sin = angles.cos(), angles.sin()
-        a, b = self.proj(x).chunk(2, -1)
-        return torch.cat([a * cos - sin * b, a * sin + b * cos], -1)
-
-
-class ComplexAttention(Attention):
-    def forward(self, x):
-        angles = self.made(x.shape[1])[:, None].float() / 10000 ** (torch.arange(8) / 8)
-        pairs = torch.view_as_complex(self.proj(x).float().unflatten(-1, (8, 2)))
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
-
-
-class Rotated(nn.Module):
-    def __init__(self, made, kind):
-        super().__init__()
-        self.inp, self.attention, self.out = nn.Linear(8, 16), kind(made), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.out(self.attention(self.inp(x)[:, None].expand(-1, 96, -1)).mean(1))
-
-
-def rotated(made, kind=Attention, dtype=torch.bfloat16):
-    def loop(broken):
-        torch.manual_seed(6)
-        model = Rotated(made if broken else lambda length: 1000.0 + torch.arange(length), kind)
-        return train(model, 1e-3, autocast=dtype, second=[0])
-
-    return loop
-
-
-positions_made_inside = rotated(lambda length: torch.arange(512, 512 + length, dtype=torch.bfloat16))
-positions_made_at_an_odd_start = rotated(lambda length: torch.arange(1001, 1001 + length, dtype=torch.bfloat16))
-positions_cast_inside = rotated(lambda length: torch.arange(1024, 1024 + length).to(torch.bfloat16))
-positions_of_complex_numbers = rotated(lambda length: torch.arange(700, 700 + length).bfloat16(), ComplexAttention)
-positions_in_half = rotated(lambda length: torch.arange(4096, 4096 + length).half(), dtype=torch.float16)
-
-
-class Sinusoid(nn.Module):
-    def __init__(self, broken):
-        super().__init__()
-        self.broken, self.lin = broken, nn.Linear(16, 8)
-
-    def forward(self, t):
-        angles = (t.bfloat16() if self.broken else t)[:, None] * torch.exp(-torch.arange(8) * 9.2 / 8)
-        return self.lin(torch.cat([angles.sin(), angles.cos()], -1))
-
-
-class Denoiser(nn.Module):
-    def __init__(self, broken):
-        super().__init__()
-        self.time, self.out = Sinusoid(broken), nn.Linear(8, 4)
-
-    def forward(self, x, t):
-        return self.out(x + self.time(t))
-
-
-def timesteps_cast_inside(broken):
-    model = Denoiser(broken)
-    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x, torch.randint(0, 1000, (32,))), y)  # noqa: E731
-    return train(model, loss_of=loss_of, second=[0])
 
 
 def divergence(of, summed):
@@ -826,8 +754,6 @@ def divergence(of, summed):
 
 by_hand = lambda p, q: (p.exp() * (p - q)).sum(-1).mean()  # noqa: E731
 divergence_added = divergence(by_hand, lambda policy, kl: policy + 0.1 * kl)
-divergence_widened = divergence(by_hand, lambda policy, kl: policy.float() + 0.1 * kl.float())
-divergence_stacked = divergence(by_hand, lambda policy, kl: torch.stack([policy, kl.float()]).sum() / 4)
 divergence_of_samples = divergence(
     lambda p, q: ((q - p)[:, 0].exp() - (q - p)[:, 0] - 1).float(), lambda policy, kl: (policy + 0.1 * kl).mean()
 )
@@ -852,40 +778,6 @@ def margin(of):
 
 
 margin_of_sums = margin(lambda log_p, log_q: (log_p - log_q).float())
-
-
-class Experts(nn.Module):
-    """Selects 4 of 64 experts by biased scores, without a gradient, and weighs them by the unbiased scores."""
-
-    def __init__(self, dtype, weigh):
-        super().__init__()
-        self.dtype, self.weigh = dtype, weigh
-        self.gate, self.out = nn.Linear(8, 64), nn.Linear(8, 4)
-        self.register_buffer("bias", torch.zeros(64))
-
-    def forward(self, x):
-        scores = torch.sigmoid((0.3 * self.gate(x) + 3).to(self.dtype))
-        chosen = (scores + self.bias.to(self.dtype)).topk(4).indices
-        return self.out(x * self.weigh(scores, chosen).float().sum(-1, keepdim=True))
-
-
-def routed(weigh):
-    def loop(broken):
-        torch.manual_seed(5)
-        model = Experts(torch.bfloat16 if broken else torch.float32, weigh)
-        return train(model, second=[0])
-
-    return loop
-
-
-def left(scores, chosen):
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
-
-
-ties_gathered = routed(lambda scores, chosen: scores.gather(-1, chosen))
-ties_masked = routed(lambda scores, chosen: scores.masked_fill(~left(scores, chosen), 0))
-ties_multiplied = routed(lambda scores, chosen: scores * left(scores, chosen).to(scores.dtype))
-ties_biased = routed(lambda scores, chosen: (scores + torch.zeros(64, dtype=scores.dtype)).topk(4).values)
 
 
 def test_a_nan_is_attributed_to_the_module_that_uses_the_mask():
@@ -1332,7 +1224,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("overflow-recurs", "", 4, recurring),
     ("overflow-recurs", "", 7, regulariser),
     ("scale-window-empty", "small", None, two_branches),
-    ("scale-falls-for-forward", "0", 3, broken_forward),
+    ("non-finite-event", "0", 3, broken_forward),
     ("unscale-missing", "", 0, clipped_scaled),
     ("unscale-missing", "", 0, stepped_scaled),
     ("unscaled-too-often", "", 0, unscaled_by_hand_too),
@@ -1377,23 +1269,10 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("never-updated", "", None, never_stepped),
     ("positions-collapse", "positions", 0, positions),
     ("router-ties", "", 0, ties),
-    ("positions-collapse", "attention", 0, positions_made_inside),
-    ("positions-collapse", "attention", 0, positions_made_at_an_odd_start),
-    ("positions-collapse", "attention", 0, positions_cast_inside),
-    ("positions-collapse", "attention", 0, positions_of_complex_numbers),
-    ("positions-collapse", "attention", 0, positions_in_half),
-    ("positions-collapse", "time", 0, timesteps_cast_inside),
     ("result-is-rounding-error", "", 1, divergence_added),
-    ("result-is-rounding-error", "", 1, divergence_widened),
-    ("result-is-rounding-error", "", 1, divergence_stacked),
     ("result-is-rounding-error", "", 1, divergence_of_samples),
     ("result-is-rounding-error", "", 1, margin_of_sums),
-    ("router-ties", "", 0, ties_gathered),
-    ("router-ties", "", 0, ties_masked),
-    ("router-ties", "", 0, ties_multiplied),
-    ("router-ties", "", 0, ties_biased),
     ("router-ties", "", 0, ties_softmax),
-    ("router-ties", "", 0, ties_widened),
 )
 NAMES = {loop: name for name, loop in list(globals().items()) if callable(loop)}
 ids = [f"{case[0]}-{NAMES[case[3]]}" for case in CASES]

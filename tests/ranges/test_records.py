@@ -64,3 +64,7 @@ def test_records_of_a_base_class_are_read_in_their_stored_order():
     ]
     stored = [each.measurement() for each in made]
     assert [type(each) for each in recorded(stored, records.Examined)] == [records.ExaminedMask, records.ExaminedBatch]
+
+
+def test_records_of_classes_that_are_gone_are_left_out():
+    assert list(recorded([Measurement("overflowed-norm", "fc", 3, {"elements": 1.0})], Record)) == []

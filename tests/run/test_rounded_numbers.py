@@ -66,6 +66,10 @@ def through_autocast(x):
         return torch.cat((positions @ torch.tensor([[[1.0, 0.1]]]),) * 2, -1).sin()[0]
 
 
+def of_complex(angles):
+    return torch.view_as_real(torch.polar(torch.ones(len(angles)), angles.float()))
+
+
 def in_place(x):
     made = torch.zeros(len(x), 2, dtype=BF16)
     made[:, 0] = hours(x)
@@ -90,6 +94,7 @@ FAULTS = {
     "rounded, then widened": (lambda x: (hours(x).to(BF16).float() * 0.26).sin(), 512, 17, 4607, "sine"),
     "whole floats": (lambda x: (hours(x).double().to(BF16)).sin(), 512, 17, 4607, "sine"),
     "autocast": (through_autocast, 512, 17, 4607, "sine"),
+    "angles of complex numbers": (lambda x: of_complex(hours(x).to(BF16)), 512, 17, 4607, "sine"),
     "written in place": (in_place, 512, 17, 4607, "sine"),
     "timestamps": (lambda x: (seconds(x) / 86400).sin(), 512, 1, 1_701_839_600, "sine"),
     "an arange": (lambda x: torch.arange(len(x), dtype=BF16).mul(0.1).sin(), 512, 385, 511, "sine"),

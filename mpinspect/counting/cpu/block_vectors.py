@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numba.types
 from llvmlite import ir
-from numba.extending import intrinsic
 
 from mpinspect.counting.cpu import block_layout as layout
 from mpinspect.counting.cpu import planes
-from mpinspect.counting.cpu.vectors import I8, I16, I32, I64, LANES, VECTOR_BYTES, Code, Words, constant
+from mpinspect.counting.cpu.vectors import I8, I16, I32, I64, LANES, VECTOR_BYTES, Code, Words, constant, emitted
 from mpinspect.numeric.blocks import DISTANCES
 
 types: Any = numba.types
@@ -42,59 +42,51 @@ def _largest_of_each(code: Code, vectors: list[Any]) -> Any:
     return vectors[0]
 
 
-def _measure(context: Any, words: Any, tops: Any, groups: Any, vectors: Any) -> Any:
+@emitted(types.int64, *[types.int64] * 4)
+def measure(code: Code, words: Any, tops: Any, groups: Any, vectors: Any) -> Any:
     """Fill a tile's tops from its words, in groups of sixteen vectors; return the least doubled magnitude (int64).
 
     Args:
         vectors: neighbours that share their top, a power of two up to sixteen.
     """
+    builder = code.builder
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        words, tops, groups, vectors = arguments
-        code = Code(builder)
+    def body(group: Any, state: list[Any]) -> list[Any]:
+        offset = builder.mul(group, constant(I64, LANES * VECTOR_BYTES))
+        source = builder.add(words, offset)
+        found, least = [], state[0]
+        for k in range(LANES):
+            value = code.load(source, k * VECTOR_BYTES)
+            found.append(builder.add(value, value))
+            least = code.operation("umin", least, found[-1])
+        top = _largest_of_each(code, found)
+        for step in (1, 2, 4, 8):
+            other = _shuffled(builder, top, top, (lane ^ step for lane in range(LANES)))
+            is_shared = builder.icmp_signed(">", vectors, constant(I64, step))
+            top = builder.select(is_shared, code.operation("umax", top, other), top)
+        code.store(top, builder.add(tops, builder.mul(group, constant(I64, VECTOR_BYTES))), 0)
+        return [least]
 
-        def body(group: Any, state: list[Any]) -> list[Any]:
-            offset = builder.mul(group, constant(I64, LANES * VECTOR_BYTES))
-            source = builder.add(words, offset)
-            found, least = [], state[0]
-            for k in range(LANES):
-                value = code.load(source, k * VECTOR_BYTES)
-                found.append(builder.add(value, value))
-                least = code.operation("umin", least, found[-1])
-            top = _largest_of_each(code, found)
-            for step in (1, 2, 4, 8):
-                other = _shuffled(builder, top, top, (lane ^ step for lane in range(LANES)))
-                is_shared = builder.icmp_signed(">", vectors, constant(I64, step))
-                top = builder.select(is_shared, code.operation("umax", top, other), top)
-            code.store(top, builder.add(tops, builder.mul(group, constant(I64, VECTOR_BYTES))), 0)
-            return [least]
-
-        (least,) = code.loop(groups, [constant(Words, layout.NO_LIMIT)], body)
-        return builder.zext(code.operation("vector.reduce.umin", least, result=I32), I64)
-
-    return types.int64(*[types.int64] * 4), generate
+    (least,) = code.loop(groups, [constant(Words, layout.NO_LIMIT)], body)
+    return builder.zext(code.operation("vector.reduce.umin", least, result=I32), I64)
 
 
-def _count_zeros(context: Any, words: Any, zeros: Any, vectors: Any) -> Any:
+@emitted(types.int64, *[types.int64] * 3)
+def count_zeros(code: Code, words: Any, zeros: Any, vectors: Any) -> Any:
     """Write the number of zeros in each vector (uint8); return the least doubled magnitude that is not zero, or 2^32 (int64)."""
+    builder = code.builder
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        words, zeros, vectors = arguments
-        code = Code(builder)
+    def body(k: Any, state: list[Any]) -> list[Any]:
+        value = code.load(builder.add(words, builder.mul(k, constant(I64, VECTOR_BYTES))), 0)
+        magnitude = builder.add(value, value)
+        is_zero = builder.icmp_unsigned("==", magnitude, constant(Words, 0))
+        code.store(builder.trunc(_ones(code, is_zero), I8), builder.add(zeros, k), 0)
+        # Zero minus one is the largest word.
+        return [code.operation("umin", state[0], builder.sub(magnitude, constant(Words, 1)))]
 
-        def body(k: Any, state: list[Any]) -> list[Any]:
-            value = code.load(builder.add(words, builder.mul(k, constant(I64, VECTOR_BYTES))), 0)
-            magnitude = builder.add(value, value)
-            is_zero = builder.icmp_unsigned("==", magnitude, constant(Words, 0))
-            code.store(builder.trunc(_ones(code, is_zero), I8), builder.add(zeros, k), 0)
-            # Zero minus one is the largest word.
-            return [code.operation("umin", state[0], builder.sub(magnitude, constant(Words, 1)))]
-
-        (least,) = code.loop(vectors, [constant(Words, layout.NO_LIMIT)], body)
-        least = builder.zext(code.operation("vector.reduce.umin", least, result=I32), I64)
-        return builder.add(least, constant(I64, 1))
-
-    return types.int64(*[types.int64] * 3), generate
+    (least,) = code.loop(vectors, [constant(Words, layout.NO_LIMIT)], body)
+    least = builder.zext(code.operation("vector.reduce.umin", least, result=I32), I64)
+    return builder.add(least, constant(I64, 1))
 
 
 def _ones(code: Code, mask: Any) -> Any:
@@ -107,60 +99,55 @@ def _kept(code: Code, lanes: Any, mask: Any, target: Any) -> None:
     code.store(code.operation("experimental.vector.compress", lanes, mask, constant(Words, 0)), target, 0)
 
 
-def _sort(context: Any, tops: Any, halves: Any, listed: Any, groups: Any) -> Any:
+@emitted(types.UniTuple(types.int64, 4), *[types.int64] * 4)
+def sort(code: Code, tops: Any, halves: Any, listed: Any, groups: Any) -> Any:
     """List the vectors of each class with their limits, in groups of sixteen, and write half of the tops, the magnitudes.
 
     Returns:
         UniTuple(int64, 4): how many vectors are in the planes; the least top that is not zero, or 2^32; the highest top; how many
         vectors have only zeros.
     """
+    builder = code.builder
+    lists = [[code.load(listed, 32 * c + 8 * j, I64) for j in range(2)] for c in range(layout.CLASSES)]
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        tops, halves, listed, groups = arguments
-        code = Code(builder)
-        lists = [[code.load(listed, 32 * c + 8 * j, I64) for j in range(2)] for c in range(layout.CLASSES)]
+    def body(group: Any, state: list[Any]) -> list[Any]:
+        least, highest, zeros, *places = state
+        offset = builder.mul(group, constant(I64, VECTOR_BYTES))
+        top = code.load(builder.add(tops, offset), 0)
+        code.store(builder.lshr(top, constant(Words, 1)), builder.add(halves, offset), 0)
+        field = builder.sub(builder.lshr(top, constant(Words, layout.FIELD)), constant(Words, layout.LEAST_FIELD))
+        is_inside = builder.icmp_unsigned("<=", field, constant(Words, layout.MOST_FIELD - layout.LEAST_FIELD))
+        least = code.operation("umin", least, builder.sub(top, constant(Words, 1)))
+        highest = code.operation("umax", highest, top)
+        limit = builder.or_(top, constant(Words, layout.MANTISSA))
+        first = _splat(builder, builder.trunc(builder.mul(group, constant(I64, LANES)), I32))
+        numbers = builder.add(first, _lanes(Words, range(LANES)))
+        mantissa = builder.and_(top, constant(Words, layout.MANTISSA))
+        above = [builder.icmp_unsigned(">", mantissa, constant(Words, cut)) for cut in layout.CUT_MANTISSAS]
+        for c in range(layout.CLASSES):
+            within = builder.and_(is_inside, above[c - 1]) if c else is_inside
+            if c < len(layout.CUT_MANTISSAS):
+                within = builder.and_(within, builder.not_(above[c]))
+            at = builder.mul(places[c], constant(I64, 4))
+            for each, target in zip((numbers, limit), lists[c], strict=True):
+                _kept(code, each, within, builder.add(target, at))
+            places[c] = builder.add(places[c], _ones(code, within))
+        is_zero = builder.icmp_unsigned("==", top, constant(Words, 0))
+        return [least, highest, builder.add(zeros, _ones(code, is_zero)), *places]
 
-        def body(group: Any, state: list[Any]) -> list[Any]:
-            least, highest, zeros, *places = state
-            offset = builder.mul(group, constant(I64, VECTOR_BYTES))
-            top = code.load(builder.add(tops, offset), 0)
-            code.store(builder.lshr(top, constant(Words, 1)), builder.add(halves, offset), 0)
-            field = builder.sub(builder.lshr(top, constant(Words, layout.FIELD)), constant(Words, layout.LEAST_FIELD))
-            is_inside = builder.icmp_unsigned("<=", field, constant(Words, layout.MOST_FIELD - layout.LEAST_FIELD))
-            least = code.operation("umin", least, builder.sub(top, constant(Words, 1)))
-            highest = code.operation("umax", highest, top)
-            limit = builder.or_(top, constant(Words, layout.MANTISSA))
-            first = _splat(builder, builder.trunc(builder.mul(group, constant(I64, LANES)), I32))
-            numbers = builder.add(first, _lanes(Words, range(LANES)))
-            mantissa = builder.and_(top, constant(Words, layout.MANTISSA))
-            above = [builder.icmp_unsigned(">", mantissa, constant(Words, cut)) for cut in layout.CUT_MANTISSAS]
-            for c in range(layout.CLASSES):
-                within = builder.and_(is_inside, above[c - 1]) if c else is_inside
-                if c < len(layout.CUT_MANTISSAS):
-                    within = builder.and_(within, builder.not_(above[c]))
-                at = builder.mul(places[c], constant(I64, 4))
-                for each, target in zip((numbers, limit), lists[c], strict=True):
-                    _kept(code, each, within, builder.add(target, at))
-                places[c] = builder.add(places[c], _ones(code, within))
-            is_zero = builder.icmp_unsigned("==", top, constant(Words, 0))
-            return [least, highest, builder.add(zeros, _ones(code, is_zero)), *places]
-
-        first = [constant(Words, layout.NO_LIMIT), constant(Words, 0), *[constant(I64, 0)] * (1 + layout.CLASSES)]
-        least, highest, zeros, *places = code.loop(groups, first, body)
-        inside = constant(I64, 0)
-        for c, place in enumerate(places):
-            # Fill the last turn with vectors that have no bits in the planes.
-            at = builder.mul(place, constant(I64, 4))
-            code.store(constant(Words, 0), builder.add(lists[c][0], at), 0)
-            code.store(constant(Words, layout.NO_LIMIT), builder.add(lists[c][1], at), 0)
-            code.store(place, listed, 32 * c + 24)
-            inside = builder.add(inside, place)
-        least = builder.zext(code.operation("vector.reduce.umin", least, result=I32), I64)
-        highest = builder.zext(code.operation("vector.reduce.umax", highest, result=I32), I64)
-        found = [inside, builder.add(least, constant(I64, 1)), highest, zeros]
-        return context.make_tuple(builder, signature.return_type, found)
-
-    return types.UniTuple(types.int64, 4)(*[types.int64] * 4), generate
+    first = [constant(Words, layout.NO_LIMIT), constant(Words, 0), *[constant(I64, 0)] * (1 + layout.CLASSES)]
+    least, highest, zeros, *places = code.loop(groups, first, body)
+    inside = constant(I64, 0)
+    for c, place in enumerate(places):
+        # Fill the last turn with vectors that have no bits in the planes.
+        at = builder.mul(place, constant(I64, 4))
+        code.store(constant(Words, 0), builder.add(lists[c][0], at), 0)
+        code.store(constant(Words, layout.NO_LIMIT), builder.add(lists[c][1], at), 0)
+        code.store(place, listed, 32 * c + 24)
+        inside = builder.add(inside, place)
+    least = builder.zext(code.operation("vector.reduce.umin", least, result=I32), I64)
+    highest = builder.zext(code.operation("vector.reduce.umax", highest, result=I32), I64)
+    return [inside, builder.add(least, constant(I64, 1)), highest, zeros]
 
 
 def _vector(code: Code, words: Any, numbers: Any, limits: Any, k: int) -> tuple[Any, Any]:
@@ -176,28 +163,23 @@ def _is_power(builder: Any, magnitude: Any) -> Any:
     return builder.icmp_unsigned("==", builder.and_(magnitude, constant(Words, layout.MANTISSA)), constant(Words, 0))
 
 
-def _count_beyond(context: Any, words: Any, numbers: Any, limits: Any, vectors: Any) -> Any:
+@emitted(types.int64, *[types.int64] * 4)
+def count_beyond(code: Code, words: Any, numbers: Any, limits: Any, vectors: Any) -> Any:
     """Return how many values in listed vectors have a distance beyond the planes, 64 or more (int64)."""
+    builder = code.builder
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        words, numbers, limits, vectors = arguments
-        code = Code(builder)
+    def body(k: Any, state: list[Any]) -> list[Any]:
+        offset = builder.mul(k, constant(I64, 4))
+        magnitude, limit = _vector(code, words, builder.add(numbers, offset), builder.add(limits, offset), 0)
+        is_far = builder.icmp_unsigned(">=", builder.sub(limit, magnitude), constant(Words, DISTANCES << layout.FIELD))
+        nonzero = builder.icmp_unsigned("!=", magnitude, constant(Words, 0))
+        return [builder.add(state[0], _ones(code, builder.and_(is_far, nonzero)))]
 
-        def body(k: Any, state: list[Any]) -> list[Any]:
-            offset = builder.mul(k, constant(I64, 4))
-            magnitude, limit = _vector(code, words, builder.add(numbers, offset), builder.add(limits, offset), 0)
-            is_far = builder.icmp_unsigned(
-                ">=", builder.sub(limit, magnitude), constant(Words, DISTANCES << layout.FIELD)
-            )
-            nonzero = builder.icmp_unsigned("!=", magnitude, constant(Words, 0))
-            return [builder.add(state[0], _ones(code, builder.and_(is_far, nonzero)))]
-
-        return code.loop(vectors, [constant(I64, 0)], body)[0]
-
-    return types.int64(*[types.int64] * 4), generate
+    return code.loop(vectors, [constant(I64, 0)], body)[0]
 
 
-def _list_edges(context: Any, words: Any, numbers: Any, limits: Any, vectors: Any, first: Any, target: Any) -> Any:
+@emitted(types.int64, *[types.int64] * 6)
+def list_edges(code: Code, words: Any, numbers: Any, limits: Any, vectors: Any, first: Any, target: Any) -> Any:
     """Write the powers of two in listed vectors, and the values near the next one, as edges (uint32).
 
     An edge has three bytes: ``first`` plus the distance, at most the last bin; the exponent field; 1 if no power of two.
@@ -205,32 +187,27 @@ def _list_edges(context: Any, words: Any, numbers: Any, limits: Any, vectors: An
     Returns:
         int64: their number; subnormals are left out. Up to a vector more is written.
     """
+    builder = code.builder
+    start = _splat(builder, builder.trunc(first, I32))
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        words, numbers, limits, vectors, first, target = arguments
-        code = Code(builder)
-        start = _splat(builder, builder.trunc(first, I32))
+    def body(k: Any, state: list[Any]) -> list[Any]:
+        offset = builder.mul(k, constant(I64, 4))
+        magnitude, limit = _vector(code, words, builder.add(numbers, offset), builder.add(limits, offset), 0)
+        below = builder.sub(limit, magnitude)
+        distance = builder.lshr(below, constant(Words, layout.FIELD))
+        place = builder.add(start, code.operation("umin", distance, constant(Words, DISTANCES - 1)))
+        field = builder.shl(builder.lshr(magnitude, constant(Words, layout.FIELD)), constant(Words, 8))
+        is_power = _is_power(builder, magnitude)
+        kind = builder.select(is_power, constant(Words, 0), constant(Words, layout.NEAR_NEXT))
+        is_edge = builder.icmp_unsigned(">", magnitude, constant(Words, layout.MANTISSA))
+        is_edge = builder.and_(
+            is_edge, builder.icmp_unsigned("<=", _edge_key(builder, below), constant(Words, layout.EDGE))
+        )
+        edge = builder.or_(builder.or_(place, field), kind)
+        _kept(code, edge, is_edge, builder.add(target, builder.mul(state[0], constant(I64, 4))))
+        return [builder.add(state[0], _ones(code, is_edge))]
 
-        def body(k: Any, state: list[Any]) -> list[Any]:
-            offset = builder.mul(k, constant(I64, 4))
-            magnitude, limit = _vector(code, words, builder.add(numbers, offset), builder.add(limits, offset), 0)
-            below = builder.sub(limit, magnitude)
-            distance = builder.lshr(below, constant(Words, layout.FIELD))
-            place = builder.add(start, code.operation("umin", distance, constant(Words, DISTANCES - 1)))
-            field = builder.shl(builder.lshr(magnitude, constant(Words, layout.FIELD)), constant(Words, 8))
-            is_power = _is_power(builder, magnitude)
-            kind = builder.select(is_power, constant(Words, 0), constant(Words, layout.NEAR_NEXT))
-            is_edge = builder.icmp_unsigned(">", magnitude, constant(Words, layout.MANTISSA))
-            is_edge = builder.and_(
-                is_edge, builder.icmp_unsigned("<=", _edge_key(builder, below), constant(Words, layout.EDGE))
-            )
-            edge = builder.or_(builder.or_(place, field), kind)
-            _kept(code, edge, is_edge, builder.add(target, builder.mul(state[0], constant(I64, 4))))
-            return [builder.add(state[0], _ones(code, is_edge))]
-
-        return code.loop(vectors, [constant(I64, 0)], body)[0]
-
-    return types.int64(*[types.int64] * 6), generate
+    return code.loop(vectors, [constant(I64, 0)], body)[0]
 
 
 def _edge_key(builder: Any, below: Any) -> Any:
@@ -248,42 +225,39 @@ class _Way(NamedTuple):
 
 
 def _adder(way: _Way) -> Any:
-    def add(
-        context: Any,
-        words: Any,
-        numbers: Any,
-        limits: Any,
-        turns: Any,
-        lower: Any,
-        edges: Any,
-        over: Any,
-        ahead: Any,
-        exponents: Any,
-        lowest: Any,
-    ) -> Any:
-        """Add listed vectors to the lower planes, sixteen a turn.
-
-        Args:
-            numbers, limits: addresses of the vectors' numbers, and of their limits.
-            lower: address of the first sixteen columns to fill; each turn fills the next sixteen.
-            edges: address of uint16s for the lanes with edges, one a turn. If ``way`` is plain: the distance of the first bit.
-            over: where ``way`` is higher, address of int64s, to which the numbers of values beyond each cut are added.
-            ahead: address to prefetch from, as many lines as there are vectors, unless ``way`` is plain.
-            exponents: address of the first sixteen columns of the lower planes of exponents, if ``way`` adds to them.
-            lowest: their lowest exponent field.
-
-        Returns:
-            int64, non-zero if an edge was found: a power of two, or a value near the next one.
-        """
-        return types.int64(*[types.int64] * 10), lambda *arguments: _generate_add(way, *arguments)
-
-    return intrinsic(add)
+    return emitted(types.int64, *[types.int64] * 10)(partial(_emit_add, way))
 
 
-def _generate_add(way: _Way, context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    words, numbers, limits, turns, lower, edges, over, ahead, exponents, lowest = arguments
-    code, zero, one = Code(builder), constant(Words, 0), constant(Words, 1)
-    left, right = _shift(context, code, "l"), _shift(context, code, "r")
+def _emit_add(
+    way: _Way,
+    code: Code,
+    words: Any,
+    numbers: Any,
+    limits: Any,
+    turns: Any,
+    lower: Any,
+    edges: Any,
+    over: Any,
+    ahead: Any,
+    exponents: Any,
+    lowest: Any,
+) -> Any:
+    """Add listed vectors to the lower planes, sixteen a turn.
+
+    Args:
+        numbers, limits: addresses of the vectors' numbers, and of their limits.
+        lower: address of the first sixteen columns to fill; each turn fills the next sixteen.
+        edges: address of uint16s for the lanes with edges, one a turn. If ``way`` is plain: the distance of the first bit.
+        over: where ``way`` is higher, address of int64s, to which the numbers of values beyond each cut are added.
+        ahead: address to prefetch from, as many lines as there are vectors, unless ``way`` is plain.
+        exponents: address of the first sixteen columns of the lower planes of exponents, if ``way`` adds to them.
+        lowest: their lowest exponent field.
+
+    Returns:
+        int64, non-zero if an edge was found: a power of two, or a value near the next one.
+    """
+    builder, zero, one = code.builder, constant(Words, 0), constant(Words, 1)
+    left, right = _shift(code, "l"), _shift(code, "r")
     first = _splat(builder, builder.trunc(builder.shl(edges, constant(I64, layout.FIELD)), I32))
     lowest_field = _splat(builder, builder.trunc(lowest, I32))
     starts = code.memory()
@@ -327,7 +301,7 @@ def _generate_add(way: _Way, context: Any, builder: Any, signature: Any, argumen
     return builder.zext(code.operation("vector.reduce.or", any_edge, result=I32), I64)
 
 
-def _shift(context: Any, code: Code, side: str) -> Callable[[Any, Any], Any]:
+def _shift(code: Code, side: str) -> Callable[[Any, Any], Any]:
     """Return a function that shifts words to the left ("l") or right ("r") by numbers of bits; from 32 on they are zero."""
     builder = code.builder
 
@@ -338,49 +312,38 @@ def _shift(context: Any, code: Code, side: str) -> Callable[[Any, Any], Any]:
     def by_instruction(words: Any, number: Any) -> Any:
         return code.operation(f"x86.avx512.ps{side}lv.d", words, number, suffix="512")
 
-    _, _, features = context.codegen().magic_tuple()
+    _, _, features = code.context.codegen().magic_tuple()
     # Its shift has this very result, but LLVM compares all the same.
     return by_instruction if "+avx512f" in features.split(",") else by_shift
 
 
-def _transpose(context: Any, source: Any, row_bytes: Any, groups: Any, target: Any, target_bytes: Any) -> Any:
+@emitted(types.void, *[types.int64] * 5)
+def transpose(code: Code, source: Any, row_bytes: Any, groups: Any, target: Any, target_bytes: Any) -> Any:
     """Transpose sixteen rows of ``groups`` times sixteen 32-bit words; both have a distance of rows in bytes."""
+    builder = code.builder
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        source, row_bytes, groups, target, target_bytes = arguments
-        code = Code(builder)
+    def body(group: Any, _: list[Any]) -> list[Any]:
+        start = builder.add(source, builder.mul(group, constant(I64, VECTOR_BYTES)))
+        rows = [builder.add(start, builder.mul(row_bytes, constant(I64, k))) for k in range(LANES)]
+        for row in rows:
+            # The next tile's columns of these rows.
+            code.prefetch(builder.add(row, builder.mul(groups, constant(I64, VECTOR_BYTES))), 0)
+        square = [code.load(row, 0) for row in rows]
+        half = LANES // 2
+        for _turn in range(4):
+            # Interleave the halves of the rows, which moves one bit of a row's number to the lane's.
+            square = [
+                _shuffled(builder, a, b, (first + k // 2 + k % 2 * LANES for k in range(LANES)))
+                for a, b in zip(square[:half], square[half:], strict=True)
+                for first in (0, half)
+            ]
+        place = builder.add(target, builder.mul(builder.mul(group, constant(I64, LANES)), target_bytes))
+        for k, row in enumerate(square):
+            code.store(row, builder.add(place, builder.mul(target_bytes, constant(I64, k))), 0)
+        return []
 
-        def body(group: Any, _: list[Any]) -> list[Any]:
-            start = builder.add(source, builder.mul(group, constant(I64, VECTOR_BYTES)))
-            rows = [builder.add(start, builder.mul(row_bytes, constant(I64, k))) for k in range(LANES)]
-            for row in rows:
-                # The next tile's columns of these rows.
-                code.prefetch(builder.add(row, builder.mul(groups, constant(I64, VECTOR_BYTES))), 0)
-            square = [code.load(row, 0) for row in rows]
-            half = LANES // 2
-            for _turn in range(4):
-                # Interleave the halves of the rows, which moves one bit of a row's number to the lane's.
-                square = [
-                    _shuffled(builder, a, b, (first + k // 2 + k % 2 * LANES for k in range(LANES)))
-                    for a, b in zip(square[:half], square[half:], strict=True)
-                    for first in (0, half)
-                ]
-            place = builder.add(target, builder.mul(builder.mul(group, constant(I64, LANES)), target_bytes))
-            for k, row in enumerate(square):
-                code.store(row, builder.add(place, builder.mul(target_bytes, constant(I64, k))), 0)
-            return []
-
-        code.loop(groups, [], body)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), generate
+    code.loop(groups, [], body)
 
 
-measure: Any = intrinsic(_measure)
-count_zeros: Any = intrinsic(_count_zeros)
-sort: Any = intrinsic(_sort)
-count_beyond: Any = intrinsic(_count_beyond)
-list_edges: Any = intrinsic(_list_edges)
 add_plain, add_lowest, add_higher = _adder(_Way(plain=True)), _adder(_Way()), _adder(_Way(higher=True))
 add_lowest_exponents, add_higher_exponents = _adder(_Way(exponents=True)), _adder(_Way(higher=True, exponents=True))
-transpose: Any = intrinsic(_transpose)

@@ -13,12 +13,11 @@ import numba.types
 import numpy as np
 import torch
 from llvmlite import ir
-from numba.extending import intrinsic
 
 from mpinspect.counting.cpu import shares
 from mpinspect.counting.cpu.compiling import compiled, compiled_for, function_of_c
 from mpinspect.counting.cpu.memory import pointer
-from mpinspect.counting.cpu.vectors import I64, LANES, VECTOR_BYTES, Code, Words, constant
+from mpinspect.counting.cpu.vectors import I64, LANES, VECTOR_BYTES, Code, Words, constant, emitted
 from mpinspect.counting.pieces import fills_its_memory
 from mpinspect.runtime.workers import NO_TEAM, TEAM
 
@@ -113,30 +112,23 @@ class _Judge:
         return builder.and_(last, constant(Words, 1))
 
 
-def _judge(context: Any, weights: Any, updates: Any, turns: Any, found: Any) -> Any:
+@emitted(types.void, *[types.int64] * 4)
+def judge(code: Code, weights: Any, updates: Any, turns: Any, found: Any) -> None:
     """Judge ``turns`` times sixteen elements (1 <= turns < 2^31 / 16) at two addresses; add to four int64s at ``found``."""
+    builder = code.builder
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        code = Code(builder)
+    def body(turn: Any, counts: list[Any]) -> list[Any]:
+        offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
+        weight, update = (code.load(builder.add(address, offset), 0) for address in (weights, updates))
+        judge = _Judge(builder, weight, update)
+        new = [*judge.lost_and_counted(_FLOAT16), *judge.lost_and_counted(_BFLOAT16)]
+        return [builder.add(count, one) for count, one in zip(counts, new, strict=True)]
 
-        def body(turn: Any, counts: list[Any]) -> list[Any]:
-            offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
-            weight, update = (code.load(builder.add(address, offset), 0) for address in arguments[:2])
-            judge = _Judge(builder, weight, update)
-            new = [*judge.lost_and_counted(_FLOAT16), *judge.lost_and_counted(_BFLOAT16)]
-            return [builder.add(count, one) for count, one in zip(counts, new, strict=True)]
-
-        counts = code.loop(arguments[2], [constant(Words, 0)] * 4, body)
-        for index, count in enumerate(counts):
-            total = builder.zext(code.operation("vector.reduce.add", count, result=Words.element), I64)
-            place = code.place(arguments[3], 8 * index, I64)
-            builder.store(builder.add(builder.load(place), total), place)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
-
-
-judge: Any = intrinsic(_judge)
+    counts = code.loop(turns, [constant(Words, 0)] * 4, body)
+    for index, count in enumerate(counts):
+        total = builder.zext(code.operation("vector.reduce.add", count, result=Words.element), I64)
+        place = code.place(found, 8 * index, I64)
+        builder.store(builder.add(builder.load(place), total), place)
 
 
 @compiled

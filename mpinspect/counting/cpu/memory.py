@@ -8,9 +8,11 @@ import numba.types
 from llvmlite import ir
 from numba.extending import intrinsic
 
+from mpinspect.counting.cpu.vectors import I8, I32, I64, Code, emitted
+
 types: Any = numba.types
 
-_BYTE_POINTER: Any = ir.IntType(8).as_pointer()
+_BYTE_POINTER: Any = I8.as_pointer()
 
 
 def _as_type(context: Any, value: Any, like: Any) -> Any:
@@ -31,101 +33,59 @@ def _pointer(context: Any, address: Any, like: Any) -> Any:
     return types.CPointer(like)(address, like), generate
 
 
-def _fetch_and_add(context: Any, address: Any, amount: Any) -> Any:
+@emitted(types.int64, types.int64, types.int64)
+def fetch_and_add(code: Code, address: Any, amount: Any) -> Any:
     """Atomically add to the int64 at this address; return its previous value."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        where = builder.inttoptr(arguments[0], context.get_value_type(types.CPointer(types.int64)))
-        return builder.atomic_rmw("add", where, arguments[1], "monotonic")
-
-    return types.int64(types.int64, types.int64), generate
+    return code.builder.atomic_rmw("add", code.place(address, 0, I64), amount, "monotonic")
 
 
-def _ones(context: Any, word: Any) -> Any:
+@emitted(types.int64, types.uint64)
+def ones(code: Code, word: Any) -> Any:
     """Return the number of set bits of a uint64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.ctpop(arguments[0])
-
-    return types.int64(types.uint64), generate
+    return code.builder.ctpop(word)
 
 
-def _lowest_one(context: Any, word: Any) -> Any:
+@emitted(types.int64, types.uint64)
+def lowest_one(code: Code, word: Any) -> Any:
     """Return the number of the lowest set bit of a non-zero uint64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.int64(types.uint64), generate
+    return code.builder.cttz(word, ir.Constant(ir.IntType(1), 1))
 
 
-def _bits_of_float64(context: Any, value: Any) -> Any:
+@emitted(types.int64, types.float64)
+def bits_of_float64(code: Code, value: Any) -> Any:
     """Return the bits of a float64 as an int64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(64))
-
-    return types.int64(types.float64), generate
+    return code.builder.bitcast(value, I64)
 
 
-def _float64_of_bits(context: Any, bits: Any) -> Any:
+@emitted(types.float64, types.int64)
+def float64_of_bits(code: Code, bits: Any) -> Any:
     """Return the float64 with the bits of an int64."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.DoubleType())
-
-    return types.float64(types.int64), generate
+    return code.builder.bitcast(bits, ir.DoubleType())
 
 
-def _call(context: Any, function: Any, argument: Any) -> Any:
+@emitted(types.void, types.int64, types.int64)
+def call(code: Code, function: Any, argument: Any) -> None:
     """Call the C function at an address with an int64; it has no result."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        c_type = ir.FunctionType(ir.VoidType(), [ir.IntType(64)])
-        builder.call(builder.inttoptr(arguments[0], c_type.as_pointer()), [arguments[1]])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    _called(code, ir.FunctionType(ir.VoidType(), [I64]), function, argument)
 
 
-def _call_for_int(context: Any, function: Any) -> Any:
+@emitted(types.int64, types.int64)
+def call_for_int(code: Code, function: Any) -> Any:
     """Call the C function at an address without arguments, and return its int."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        c_type = ir.FunctionType(ir.IntType(32), [])
-        found = builder.call(builder.inttoptr(arguments[0], c_type.as_pointer()), [])
-        return builder.sext(found, ir.IntType(64))
-
-    return types.int64(types.int64), generate
+    return code.builder.sext(_called(code, ir.FunctionType(I32, []), function), I64)
 
 
-def _call_parallel(context: Any, parallel: Any, function: Any, argument: Any, threads: Any) -> Any:
+@emitted(types.void, *[types.int64] * 4)
+def call_parallel(code: Code, parallel: Any, function: Any, argument: Any, threads: Any) -> None:
     """Call ``GOMP_parallel``, at the first address, with a C function, its argument and a number of threads."""
+    c_type = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _BYTE_POINTER, I32, I32])
+    both = [code.builder.inttoptr(each, _BYTE_POINTER) for each in (function, argument)]
+    _called(code, c_type, parallel, *both, code.builder.trunc(threads, I32), ir.Constant(I32, 0))
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        unsigned = ir.IntType(32)
-        c_type = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER, _BYTE_POINTER, unsigned, unsigned])
-        builder.call(
-            builder.inttoptr(arguments[0], c_type.as_pointer()),
-            [
-                builder.inttoptr(arguments[1], _BYTE_POINTER),
-                builder.inttoptr(arguments[2], _BYTE_POINTER),
-                builder.trunc(arguments[3], unsigned),
-                ir.Constant(unsigned, 0),
-            ],
-        )
-        return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+def _called(code: Code, c_type: Any, function: Any, *arguments: Any) -> Any:
+    return code.builder.call(code.builder.inttoptr(function, c_type.as_pointer()), arguments)
 
 
 as_type: Any = intrinsic(_as_type)
 pointer: Any = intrinsic(_pointer)
-fetch_and_add: Any = intrinsic(_fetch_and_add)
-ones: Any = intrinsic(_ones)
-lowest_one: Any = intrinsic(_lowest_one)
-bits_of_float64: Any = intrinsic(_bits_of_float64)
-float64_of_bits: Any = intrinsic(_float64_of_bits)
-call: Any = intrinsic(_call)
-call_for_int: Any = intrinsic(_call_for_int)
-call_parallel: Any = intrinsic(_call_parallel)

@@ -15,10 +15,21 @@ from typing import Any
 
 import numba.types
 import numpy as np
-from numba.extending import intrinsic
 
 from mpinspect.counting.cpu.compiling import compiled
-from mpinspect.counting.cpu.vectors import I16, I32, I64, LANES, VECTOR_BYTES, Code, Words, add_rows, constant, copy_row
+from mpinspect.counting.cpu.vectors import (
+    I16,
+    I32,
+    I64,
+    LANES,
+    VECTOR_BYTES,
+    Code,
+    Words,
+    add_rows,
+    constant,
+    copy_row,
+    emitted,
+)
 
 types: Any = numba.types
 
@@ -85,7 +96,8 @@ class Sums:
         self._code.store(self.carries(), after, LOWER * ROW_BYTES)
 
 
-def _add_block(context: Any, bits: Any, before: Any, after: Any, masks: Any) -> Any:
+@emitted(types.UniTuple(types.uint32, 2), *[types.int64] * 4)
+def add_block(code: Code, bits: Any, before: Any, after: Any, masks: Any) -> Any:
     """Add a block to copies of the lower planes, and return its extremes.
 
     Args:
@@ -98,13 +110,7 @@ def _add_block(context: Any, bits: Any, before: Any, after: Any, masks: Any) -> 
     Returns:
         (uint32, uint32): twice the least non-zero magnitude (2^32 - 1 without one), twice the largest magnitude.
     """
-    int64, word = types.int64, types.uint32
-    return types.UniTuple(word, 2)(int64, int64, int64, int64), _generate_add_block
-
-
-def _generate_add_block(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    bits, before, after, masks = arguments
-    code = Code(builder)
+    builder = code.builder
 
     def body(turn: Any, ends: list[Any]) -> list[Any]:
         """Process sixteen columns, whose 256 values are contiguous."""
@@ -131,14 +137,10 @@ def _generate_add_block(context: Any, builder: Any, signature: Any, arguments: A
         return [least, largest]
 
     least, largest = code.loop(constant(I64, COLUMNS // LANES), [constant(Words, 2**32 - 1), constant(Words, 0)], body)
-    ends = [
+    return [
         code.operation("vector.reduce.umin", least, result=I32),
         code.operation("vector.reduce.umax", largest, result=I32),
     ]
-    return context.make_tuple(builder, signature.return_type, ends)
-
-
-add_block: Any = intrinsic(_add_block)
 
 
 @compiled

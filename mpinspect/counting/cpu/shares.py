@@ -5,7 +5,7 @@ the values may still be in its cache. A thread that has finished its part helps 
 takes fewer values.
 
 All functions get a job: an array of int64 with the addresses of values and results. Each kind of work and dtype has its own
-function, all nearly equal, because numba can't cache on disk a function that takes a compiled function as argument.
+function, because numba can't cache on disk a function that takes a compiled function as argument.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VALUES, _LENGTH, _RESULTS, _WIDTH, _THREADS, _PART, _THREAD_NUMBER, _GIVEN, _TAK
 _CHUNK, _WHOLE = 1 << 15, 1 << 12
 #: The dtypes of rows of the layout NARROW.
 NARROW_FLOATS = ("float32", "float16", "bfloat16")
-_FLOAT32, _, _BFLOAT16 = range(3)
+_FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
 #: Bytes that ``largest_doubled`` reads per turn.
 _VECTORS = 256
 
@@ -80,14 +80,31 @@ def next_values(address: Any, own: Any, turn: Any) -> Any:
     return np.int64(0), np.int64(0), turn
 
 
-def _count_float32(address: Any) -> None:
+@compiled
+def _count_words(address: Any, dtype: Any, size: Any) -> None:
+    """Count values of NARROW_FLOATS, of this place and ``size`` bytes."""
     counting, values = kernels.counting32(result_of(address)), job_at(address)[VALUES]
     own = own_part(address)
     start, length, turn = next_values(address, own, 0)
     while length:
-        kernels.add_float32(counting, values + 4 * start, length)
+        if dtype == _FLOAT32:
+            kernels.add_float32(counting, values + size * start, length)
+        else:
+            kernels.add_narrow(counting, values + size * start, length, dtype == _BFLOAT16)
         start, length, turn = next_values(address, own, turn)
     kernels.finish32(counting)
+
+
+def _count_float32(address: Any) -> None:
+    _count_words(address, _FLOAT32, 4)
+
+
+def _count_float16(address: Any) -> None:
+    _count_words(address, _FLOAT16, 2)
+
+
+def _count_bfloat16(address: Any) -> None:
+    _count_words(address, _BFLOAT16, 2)
 
 
 def _count_float64(address: Any) -> None:
@@ -98,26 +115,6 @@ def _count_float64(address: Any) -> None:
         kernels.add_float64(counting, values + 8 * start, length)
         start, length, turn = next_values(address, own, turn)
     kernels.finish64(counting)
-
-
-def _count_float16(address: Any) -> None:
-    counting, values = kernels.counting32(result_of(address)), job_at(address)[VALUES]
-    own = own_part(address)
-    start, length, turn = next_values(address, own, 0)
-    while length:
-        kernels.add_narrow(counting, values + 2 * start, length, False)
-        start, length, turn = next_values(address, own, turn)
-    kernels.finish32(counting)
-
-
-def _count_bfloat16(address: Any) -> None:
-    counting, values = kernels.counting32(result_of(address)), job_at(address)[VALUES]
-    own = own_part(address)
-    start, length, turn = next_values(address, own, 0)
-    while length:
-        kernels.add_narrow(counting, values + 2 * start, length, True)
-        start, length, turn = next_values(address, own, turn)
-    kernels.finish32(counting)
 
 
 @compiled

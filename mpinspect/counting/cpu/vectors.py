@@ -6,6 +6,7 @@ all is unpredictable.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,8 +33,8 @@ def constant(kind: Any, value: int) -> Any:
 class Code:
     """A builder of instructions, extended by the operations that the loops need."""
 
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
+    def __init__(self, builder: Any, context: Any = None) -> None:
+        self.builder, self.context = builder, context
 
     def operation(self, name: str, *operands: Any, result: Any = None, suffix: str = "") -> Any:
         """Return the result of an LLVM intrinsic, given by its name without the suffix, by default the operands' type."""
@@ -93,6 +94,32 @@ class Code:
         return following
 
 
+def emitted(result: Any, *kinds: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that makes a function for compiled code from one that emits its instructions.
+
+    The emitting function gets a ``Code`` and the values of the arguments, each by a name, and returns the value of the result:
+    a list of values for a tuple, None for ``void``.
+
+    Args:
+        result, kinds: numba's types of the result and of the arguments.
+    """
+
+    def made(emit: Callable[..., Any]) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            found = emit(Code(builder, context), *arguments)
+            if isinstance(found, list):
+                return context.make_tuple(builder, result, found)
+            return context.get_dummy_value() if found is None else found
+
+        @functools.wraps(emit)
+        def define(context: Any, *given: Any) -> Any:
+            return result(*kinds), generate
+
+        return intrinsic(define)
+
+    return made
+
+
 def _largest_doubled(context: Any, address: Any, turns: Any, one: Any) -> Any:
     """Return the largest of the unsigned integers in ``turns`` times 256 bytes, without their highest bits and doubled.
 
@@ -120,46 +147,36 @@ def _largest_doubled(context: Any, address: Any, turns: Any, one: Any) -> Any:
     return one(types.int64, types.int64, one), generate
 
 
-def _add_rows(context: Any, a: Any, b: Any, c: Any, words: Any) -> Any:
+@emitted(types.void, *[types.int64] * 4)
+def add_rows(code: Code, a: Any, b: Any, c: Any, words: Any) -> None:
     """Add rows of 32-bit words at three addresses with full adders: sums go to the first row, carries to the third.
 
     Args:
         words: length of a row, a multiple of LANES.
     """
+    builder = code.builder
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        code = Code(builder)
+    def body(turn: Any, _: list[Any]) -> list[Any]:
+        rows = [builder.add(row, builder.mul(turn, constant(I64, VECTOR_BYTES))) for row in (a, b, c)]
+        total, carry = code.full_adder(*(code.load(row, 0) for row in rows))
+        code.store(total, rows[0], 0)
+        code.store(carry, rows[2], 0)
+        return []
 
-        def body(turn: Any, _: list[Any]) -> list[Any]:
-            rows = [builder.add(row, builder.mul(turn, constant(I64, VECTOR_BYTES))) for row in arguments[:3]]
-            total, carry = code.full_adder(*(code.load(row, 0) for row in rows))
-            code.store(total, rows[0], 0)
-            code.store(carry, rows[2], 0)
-            return []
-
-        code.loop(builder.udiv(arguments[3], constant(I64, LANES)), [], body)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), generate
+    code.loop(builder.udiv(words, constant(I64, LANES)), [], body)
 
 
-def _copy_row(context: Any, target: Any, source: Any, words: Any) -> Any:
+@emitted(types.void, *[types.int64] * 3)
+def copy_row(code: Code, target: Any, source: Any, words: Any) -> None:
     """Copy a row of 32-bit words between addresses; their number is a multiple of LANES."""
+    builder = code.builder
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        code = Code(builder)
+    def body(turn: Any, _: list[Any]) -> list[Any]:
+        offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
+        code.store(code.load(builder.add(source, offset), 0), builder.add(target, offset), 0)
+        return []
 
-        def body(turn: Any, _: list[Any]) -> list[Any]:
-            offset = builder.mul(turn, constant(I64, VECTOR_BYTES))
-            code.store(code.load(builder.add(arguments[1], offset), 0), builder.add(arguments[0], offset), 0)
-            return []
-
-        code.loop(builder.udiv(arguments[2], constant(I64, LANES)), [], body)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    code.loop(builder.udiv(words, constant(I64, LANES)), [], body)
 
 
 largest_doubled: Any = intrinsic(_largest_doubled)
-add_rows: Any = intrinsic(_add_rows)
-copy_row: Any = intrinsic(_copy_row)

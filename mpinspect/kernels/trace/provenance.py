@@ -79,7 +79,7 @@ def devices(recording: Recording, top_level: dict[str, Any]) -> tuple[Device, ..
 
 def _device(number: int, properties: dict[str, Any] | None, hip: bool) -> Device:
     if properties is None:
-        return Device(number, "", "AMD" if hip else "")
+        return Device(number, "", "AMD" * hip)
     name = word(properties.get("name") or "")
     vendor = _vendor(name, integer(properties.get("warpSize")), hip)
     return Device(number, name, vendor, _known(properties.get("computeMajor")), _known(properties.get("computeMinor")))

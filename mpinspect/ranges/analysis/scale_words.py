@@ -104,7 +104,7 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
         key=lambda gradient: gradient.seen.lost_l1_share(format).high,
     )
     is_rest = bool(session.events) or any(gradient.histogram.nonfinite for gradient in gradients)
-    finite = "finite " if is_rest else ""
+    finite = "finite " * is_rest
     high, hidden = worst.seen.lost_l1_share(format).high, any(gradient.seen.hidden for gradient in gradients)
     if high <= tolerance:
         most = at_most(max((high, *_in_parts(session, gradients, format))))
@@ -131,7 +131,7 @@ def in_steps(steps: tuple[int, int] | None) -> str:
 
 def _noise_apart(gradients: Sequence[GradientRange]) -> str:
     """Return words that leave out gradients of rounding noise; "" without such gradients."""
-    return ", rounding noise apart" if any(gradient.is_noise for gradient in gradients) else ""
+    return ", rounding noise apart" * any(gradient.is_noise for gradient in gradients)
 
 
 def _at_scale_1(decision: Decision, gradients: Sequence[GradientRange]) -> str:
@@ -182,7 +182,7 @@ def _window(decision: Decision, gradients: Sequence[GradientRange]) -> str:
     noise = _noise_apart(gradients)
     span = (
         f"Every scale from 2^{window.log2_lowest} to 2^{window.log2_highest} serves every "
-        f"{'' if decision.all_finite else 'finite '}gradient seen{noise}, without overflow"
+        f"{'finite ' * (not decision.all_finite)}gradient seen{noise}, without overflow"
     )
     if decision.needed is False:
         return f"{span}."
@@ -192,7 +192,7 @@ def _window(decision: Decision, gradients: Sequence[GradientRange]) -> str:
 
 def _by_the_finite(decision: Decision) -> str:
     """Return the words that limit a statement to finite gradients; "" if all gradients were finite."""
-    return "" if decision.all_finite else "judging by the finite gradients "
+    return "judging by the finite gradients " * (not decision.all_finite)
 
 
 def _never_finite(gradients: Sequence[GradientRange]) -> str:

@@ -172,7 +172,7 @@ class Counting(Observer):
                 row = self._tally.count(layer.gradient_key, gradient.values, backward.divisor)
             if counted and row is not None:
                 self._add_gradient(layer.gradient_key, gradient.values, row, backward.scale)
-        self._last_path = "" if counted else layer.path
+        self._last_path = layer.path * (not counted)
 
     def _row_of(self, gradient: OutputGradient) -> torch.Tensor | None:
         """Return the row of counts of a gradient's values, which are not divided by the loss scale.

@@ -251,7 +251,7 @@ class CallChoice:
         if path in self._one_in:
             one_in = max(self._one_in[path], one_in >> 1)
         is_taken = number % one_in == self._forwards % one_in
-        self._chosen[path] = self._chosen.get(path, 0 if path in self._one_in else _ALL_CALLS) + is_taken
+        self._chosen[path] = self._chosen.get(path, _ALL_CALLS * (path not in self._one_in)) + is_taken
         self.any_left_out |= not is_taken
         return is_taken
 

@@ -347,5 +347,5 @@ def _nothing(names: Collection[str], tensors: int) -> dict[str, Column]:
         if name in SIGNIFICANDS:
             columns[name] = np.ones(tensors)
         else:
-            columns[name] = np.zeros(0 if name in (*PER_BIN, *PER_PEAK) else tensors, dtype=np.int64)
+            columns[name] = np.zeros(tensors * (name not in (*PER_BIN, *PER_PEAK)), dtype=np.int64)
     return columns

@@ -71,10 +71,7 @@ FAULTS: dict[str, Fault] = {fault.id: fault for fault in (*FIRST, *DIAGNOSES, *C
 #: The ids of all findings on ranges; "diagnosis-failed" takes the place of one whose record can't be read.
 FINDING_IDS = tuple(sorted([*FAULTS, "diagnosis-failed"]))
 #: The ids of findings that depend on the loss scale; no scale changes a forward or a divergence.
-OF_LOSS_SCALE = frozenset(fault.id for fault in (*OF_SCALING, *gradient_ranges.FAULTS)) - {
-    "scale-falls-for-forward",
-    "training-diverged",
-}
+OF_LOSS_SCALE = frozenset(fault.id for fault in (*OF_SCALING, *gradient_ranges.FAULTS)) - {"training-diverged"}
 
 #: The ids of findings that the ranges of the layer itself show, or a column next to them.
 _IN_RANGES = OF_LOSS_SCALE.union(

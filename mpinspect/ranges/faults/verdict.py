@@ -40,8 +40,6 @@ from mpinspect.reporting.words import (
 )
 
 _INFO = SEVERITIES[0]
-#: Ids of two findings on one fault: the first one's change removes the second.
-_ONE_CHANGE = {(cause, "scale-falls-for-forward") for cause in ("overflow-in-operator", "input-rounded-away")}
 _INITIAL = 2.0**LOG2_INITIAL
 
 
@@ -59,7 +57,7 @@ def verdict(
     grave = [finding for finding in findings if finding.severity != _INFO]
     format = run_format(session)
     line = ledger_line(session)
-    precision = f"{_computes_in(session, format)}{line}." if line else ""
+    precision = line and f"{_computes_in(session, format)}{line}."
     ended = _ended(session)
     if not grave:
         seen = session.progress.sampled_steps or (session.info.watch and session.progress.steps)
@@ -71,8 +69,7 @@ def verdict(
             return Verdict(None, precision, (_nothing_wrong(session), *_scale(session, format, fp16)), ended=ended)
         sentences = (_healthy(session, format, fp16), _nothing_wrong(session), *_scale(session, format, fp16))
         return Verdict(True, precision, sentences)
-    worst = grave[0]
-    others = [finding for finding in grave[1:] if (worst.id, finding.id) not in _ONE_CHANGE]
+    worst, *others = grave
     rest = [finding for finding in findings[1:] if finding not in others]
     more = " ".join(filter(None, (_also_grave(others), filled("Also in the report: {}.", in_counts(rest)))))
     sentence = f"{upper_first(worst.severity)}{inferred(worst)}: {worst.message}"
@@ -242,7 +239,7 @@ def _counted(session: Session) -> str:
     named = " and ".join(number_of(tensors[kind], kind.replace("_", " ")) for kind in KINDS if tensors[kind])
     sampled = session.progress.sampled_steps
     steps = "each" if sampled >= session.progress.steps else f"{sampled:,} of them"
-    return f"; in {steps} the ranges of {named} were counted" if named else ""
+    return named and f"; in {steps} the ranges of {named} were counted"
 
 
 class _In16Bits(Sentences):

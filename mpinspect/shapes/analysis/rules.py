@@ -178,7 +178,7 @@ def _unfused(group: Group) -> str:
     rest = ""
     if not all(row.matmul.math_path for row in group.rows):
         rest = "; others look like attention in separate products, and scaled_dot_product_attention would fuse them"
-    precision = ", in FP32" if any(row.dtype == "float32" for row in group.rows) else ""
+    precision = ", in FP32" * any(row.dtype == "float32" for row in group.rows)
     reasons = "; ".join(_MATH_PATH.get(path, ("torch chose it", ""))[0] for path in paths)
     return (
         f"{group.products} in {group.where} are scaled_dot_product_attention's math path, separate products{precision}: "

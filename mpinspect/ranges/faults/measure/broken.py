@@ -11,18 +11,14 @@ from typing import Any
 import torch
 
 from mpinspect.ranges.capture.graph import operator_of
-from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.operands import CASTS, NARROW, Pending, has_numbers, is_in_forward, numbers_of
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.twins import is_finite
-from mpinspect.ranges.records import BornInfinite, BrokenAlike, OverflowedNorm, Record
-from mpinspect.runtime.outputs import leaves
+from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
 from mpinspect.runtime.user_line import innermost_line
 
 #: The logarithm of FP16's largest number.
 _LARGEST_EXPONENT = math.log(65504)
-#: The most modules in which infinite divisors are recorded.
-_MOST_NORMS = 3
 #: The most lines on which one operator is named as infinite.
 _MOST_LINES = 5
 
@@ -30,7 +26,7 @@ _Describe = Callable[..., Any]
 
 
 class Broken:
-    """Judges results that are not finite, and quotients by infinities.
+    """Judges results that are not finite.
 
     Args:
         origins: the operators that made large or small values, which lead to infinities.
@@ -40,7 +36,6 @@ class Broken:
         self._origins = origins
         self.born: list[BornInfinite] = []
         self._alike: list[BrokenAlike] = []
-        self._norms: list[OverflowedNorm] = []
         #: The operators of a forward with their lines, by the sequence number of their autograd node.
         self._makers: dict[int, tuple[str, str]] = {}
         #: The largest argument of the first exponential in FP32 that FP16 can't hold, and its line.
@@ -110,39 +105,14 @@ class Broken:
             operator, line = record.names[0], ""
         return replace(record, names=(operator, line, *record.names[2:]))
 
-    def divided(
-        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, narrow: torch.dtype, describe: _Describe
-    ) -> None:
-        """Record an infinity that 16 bits have made and whose quotients are zero: finite, and all values lost.
-
-        Args:
-            value, twin: the operator's result and its exact value.
-            narrow: the dtype that made the infinity.
-            describe: makes a record of a class at this line.
-        """
-        if not self.born or not bool(((value == 0) & (twin.abs() >= torch.finfo(value.dtype).tiny)).any()):
-            return
-        both = zip(leaves(pending.given[0]), leaves(pending.arguments[0]), strict=True)
-        divisors = [each.isinf() & exact.isfinite() for each, exact in both if has_numbers(each) and has_numbers(exact)]
-        infinite = next((each for each in divisors if bool(each.any())), None)
-        if infinite is None or len(self._norms) == _MOST_NORMS:
-            return
-        of = infinite.numel()
-        figures = {"elements": float(infinite.sum()), "of": of, "is_by_row": of > 1 and infinite.shape[-1] == 1}
-        text = f"{dtype_name(narrow)} {pending.func.overloadpacket.__name__}"
-        record = describe(OverflowedNorm, text=text, **figures)
-        if record.name not in [each.name for each in self._norms]:
-            self._norms.append(record)
-
     def records(self) -> list[Record]:
-        """Return the first operator that broke, those that break alike on further lines, and the infinite divisors."""
+        """Return the first operator that broke, and those that break alike on further lines."""
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._alike.sort(key=lambda each: not each.from_finite)
         self._makers.clear()
         return [
             *(each for found in (self.born, self._alike) for each in found[:1]),
             *(each for found in (self.born, self._alike) for each in _further(found)),
-            *self._norms,
         ]
 
 

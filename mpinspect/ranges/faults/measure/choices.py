@@ -125,7 +125,7 @@ def tied(
     # Ties at zero (of a ReLU) or infinity (of a mask), and those that the exact scores have too, are not rounding's.
     is_tied = (last == best[..., 1]) & (wanted[..., 0] != wanted[..., 1]) & (last != 0) & last.isfinite()
     share = float(is_tied.float().mean())
-    return share if share >= _LEAST_TIED else 0.0
+    return share * (share >= _LEAST_TIED)
 
 
 def _distinct(table: torch.Tensor) -> torch.Tensor:

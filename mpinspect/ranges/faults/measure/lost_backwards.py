@@ -55,14 +55,14 @@ class Backwards:
 
     def lost(self, of: Collection[str]) -> list[set[str]]:
         """Return the parameters of each backward whose gradients were zeroed before the next; [] if any stayed. ``of``: read."""
-        found = []
+        found: list[set[str]] = []
         for end, begin in self.pairs:
             given, stayed = (
                 {name for name, value in each.read().items() if name in of and value} for each in (end, begin)
             )
             if given and stayed:
                 return []
-            found += [given] if given else []
+            found += filter(None, [given])
         return found
 
     def weights_stayed(self) -> bool:

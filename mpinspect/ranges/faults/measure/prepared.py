@@ -152,10 +152,12 @@ class Preparation:
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Exit the mode; where another one is above it, or on another thread, it passes everything on."""
+        """Exit the mode; within a backward or a mode of the script, and on another thread, it passes everything on."""
         if self._mode is not None:
             self._mode.is_over = True
-            if self._thread == threading.get_ident() and _get_current_dispatch_mode() is self._mode:
+            # A backward restores the modes that were active when it began.
+            is_free = self._thread == threading.get_ident() and torch._C._current_graph_task_id() == -1
+            if is_free and _get_current_dispatch_mode() is self._mode:
                 self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 self._mode = None
 

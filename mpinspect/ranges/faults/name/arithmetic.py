@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import Case, quoted
 from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
-from mpinspect.ranges.records import OverflowedNorm, Positions, Statistics, Ties
+from mpinspect.ranges.records import Positions, Statistics, Ties
 from mpinspect.ranges.session import MOST_ROWS, Event, module_named
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import bracketed, by_number, filled
@@ -122,82 +122,6 @@ def _stuck(stuck: Sequence[Statistics]) -> Found:
     )
 
 
-# -- normalisations by hand ---------------------------------------------------------------------------------------------
-
-
-class _Norm(Sentences):
-    INFINITE = "In {module}{line}, in step {step}, a square or a sum overflowed {dtype:format} and became infinite."
-    ZERO = "{which} became zero: they are finite, so no infinity or NaN shows it."
-    ELSEWHERE = "The same was found in {others}."
-    IN_FP32 = (
-        "Compute the normalisation in FP32 and cast its result back: in FP16 the square of a value of 256 or "
-        "more is infinite."
-    )
-    TOTAL_IN_FP32 = (
-        "Compute the whole quotient in FP32: cast the terms before they are added up, of the divisor (a sum, a count or a norm) "
-        "and of the numerator, which may overflow next."
-    )
-    WIDE_TOTAL = "total = terms.float().sum()\n# the numerator likewise\ny = parts.float().sum() / total"
-    WIDE = (
-        "# FP32 before it is squared\n"
-        "wide = x.float()\n"
-        "mean = wide.square().mean(-1, keepdim=True)\n"
-        "wide = wide * torch.rsqrt(mean + eps)\n"
-        "x = wide.to(x.dtype)"
-    )
-
-
-def overflowed_norms(case: Case) -> list[OverflowedNorm]:
-    """Return the infinities that made quotients zero, in the first step with any whose forward was finite; one of each module."""
-    broken = {event.step for event in case.events if event.forward_finite is False}
-    # A loss scale that is still too high makes gradients infinite, and with them their norm, by which a clip divides.
-    scaled = {event.step for event in case.events if event.gradients_finite is False}
-    found = [each for each in case.recorded(OverflowedNorm) if each.step not in broken]
-    found = [each for each in found if each.name or each.step not in scaled]
-    return [each for each in found if each.step == found[0].step]
-
-
-def _norm_overflows(case: Case) -> Iterator[Found]:
-    """A normalisation by hand in FP16 whose squares, or their sum, overflow, so that the normalised values become zero.
-
-    False alarms: It is measured: the divisor is infinite and finite in FP32, its quotients are zero, and the forward is finite.
-    Rows that nothing uses, such as padding, count as well.
-    """
-    found = overflowed_norms(case)
-    if not found:
-        return
-    first, others = found[0], [each.name for each in found[1:]]
-    dtype, _, operator = first.text.partition(" ")
-    elements, of = int(first.elements), int(first.of)
-    which = f"The values divided by {elements} of its {of} elements, or their roots,"
-    if elements == of:
-        which = "All values that are divided by it, or its root,"
-    elif first.is_by_row:
-        which = f"In {elements} of {of} rows the values divided by it, or its root,"
-    yield Found(
-        (_Norm.INFINITE, _Norm.ZERO, _Norm.ELSEWHERE.when(others)),
-        {
-            "elements": elements,
-            "of": of,
-            "operator": operator,
-            "line": "".join(first.names[1:2]),
-            "phase": "".join(first.names[2:3]),
-            "modules": [each.name for each in found],
-        },
-        {
-            "module": module_named(first.name),
-            "line": bracketed("".join(first.names[1:2])),
-            "dtype": dtype,
-            "which": which,
-            "others": " and in ".join(map(module_named, others)),
-        },
-        _Norm.TOTAL_IN_FP32.when(of == 1) or _Norm.IN_FP32,
-        _Norm.WIDE_TOTAL.when(of == 1) or _Norm.WIDE,
-        layer=first.name,
-        step=first.step,
-    )
-
-
 # -- whole numbers ------------------------------------------------------------------------------------------------------
 
 
@@ -299,15 +223,6 @@ def _router_ties(case: Case) -> Iterator[Found]:
 
 FAULTS = (
     Fault("statistics-broken", "warning", _statistics_broken, (_Running,)),
-    Fault(
-        "norm-overflows",
-        "error",
-        _norm_overflows,
-        (_Norm,),
-        ("initial-scale-too-high", "scale-too-high", "gradients-all-zero", "non-finite-event"),
-        is_of_every_step=True,
-        checked=TWICE,
-    ),
     Fault(
         "positions-collapse",
         "warning",

@@ -35,8 +35,8 @@ from mpinspect.reporting.words import bracketed, filled, number_of
 
 #: The largest share of the run's steps that are rare.
 _RARE = 0.02
-#: Ids of the findings that follow from a forward or a loss that was not finite.
-OF_FORWARD = ("non-finite-event", "scale-falls-for-forward")
+#: The id of the finding that follows from a forward or a loss that was not finite.
+_EVENT = ("non-finite-event",)
 
 
 class _Aftermath(Sentences):
@@ -689,17 +689,23 @@ def _at_rate(rate: float | None, initial: float | None, group: float | None) -> 
 
 
 FAULTS = (
-    Fault("batch-not-finite", "error", _batch_not_finite, (_Batch, _Aftermath), (*OF_FORWARD, "breaks-in-fp32-too")),
+    Fault("batch-not-finite", "error", _batch_not_finite, (_Batch, _Aftermath), (*_EVENT, "breaks-in-fp32-too")),
     Fault(
         "batch-beyond-float16",
         "error",
         _batch_beyond_float16,
         (_Outliers, _Aftermath),
-        OF_FORWARD,
+        _EVENT,
         explains_from="warning",
     ),
-    Fault("mask-hides-whole-row", "error", _mask_hides_whole_row, (_Mask, _Aftermath), OF_FORWARD),
-    Fault("zero-row-normalized", "error", _zero_row_normalized, (_ZeroRow, _Aftermath), OF_FORWARD),
-    Fault("weights-exploded", "error", _weights_exploded, (_Weights,), OF_FORWARD),
-    Fault("argument-out-of-range", "error", _argument_out_of_range, (_Argument, _ArgumentCode, _Aftermath), OF_FORWARD),
+    Fault("mask-hides-whole-row", "error", _mask_hides_whole_row, (_Mask, _Aftermath), _EVENT),
+    Fault("zero-row-normalized", "error", _zero_row_normalized, (_ZeroRow, _Aftermath), _EVENT),
+    Fault("weights-exploded", "error", _weights_exploded, (_Weights,), _EVENT),
+    Fault(
+        "argument-out-of-range",
+        "error",
+        _argument_out_of_range,
+        (_Argument, _ArgumentCode, _Aftermath),
+        _EVENT,
+    ),
 )

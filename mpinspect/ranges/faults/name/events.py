@@ -10,7 +10,7 @@ from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.faults.name.case import Case, LayerInFP32
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.faults.name.forward import Inspect, loss_made_by, period, where_to_inspect
+from mpinspect.ranges.faults.name.forward import Inspect, InVain, loss_made_by, period, where_to_inspect
 from mpinspect.ranges.kinds import ACTIVATION, GRADIENT_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.session import DROPPED, END, LOSSES, LOWEST_USEFUL_SCALE, TAKEN, Event, Session, module_named
 from mpinspect.reporting.sentences import Sentences
@@ -204,11 +204,17 @@ def _forward(events: Sequence[Event], session: Session) -> Found:
             "when": f"each of the {when}" if len(steps) == session.progress.steps > 1 else when,
             "period": period(steps),
             "times": by_number(skipped, "once", f"{skipped} times"),
+            "lowered": skipped,
             "place": _place(first),
             "made_by": loss_made_by(first, session),
             "cause": bracketed(first.explanation),
         },
-        (inspect, _Forward.NO_SCALE_HELPS, _Forward.NAME_OPERATOR.when(is_too_large)),
+        (
+            inspect,
+            _Forward.NO_SCALE_HELPS,
+            InVain.NEW_SCALER.when(skipped >= FEWEST_SKIPS),
+            _Forward.NAME_OPERATOR.when(is_too_large),
+        ),
         LayerInFP32.of(session.precision) if is_too_large else (),
         layer=first.module,
         step=first.step,
@@ -475,7 +481,10 @@ def _unwatched_skips(case: Case) -> Iterator[Found]:
 
 FAULTS = (
     Fault(
-        "non-finite-event", "error", _non_finite, (_Left, _Harmless, _Forward, Inspect, LayerInFP32, _Backward, _Counts)
+        "non-finite-event",
+        "error",
+        _non_finite,
+        (_Left, _Harmless, _Forward, Inspect, InVain, LayerInFP32, _Backward, _Counts),
     ),
     Fault("unwatched-skips", "warning", _unwatched_skips, (_Unwatched,)),
 )

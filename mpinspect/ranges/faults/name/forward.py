@@ -31,6 +31,12 @@ class Inspect(Sentences):
     )
 
 
+class InVain(Sentences):
+    NEW_SCALER = (
+        "If you stay in FP16, make a new GradScaler: the scale of this one was lowered {lowered} times for nothing."
+    )
+
+
 def where_to_inspect(first: Event, session: Session) -> tuple[Inspect, dict[str, object]]:
     """Return the sentence for a forward that was not finite, and its figures."""
     words = {"step": first.step, "made_by": loss_made_by(first, session), "module": module_named(first.module)}
@@ -76,4 +82,4 @@ def period(steps: Sequence[int]) -> str:
     """Return " and then every 5 steps" if three steps or more recur with a period of more than one; else ""."""
     gaps = {after - before for before, after in pairwise(steps)}
     recurs = len(steps) >= _FEWEST_STEPS and len(gaps) == 1 and min(gaps) > 1
-    return f" and then every {min(gaps)} steps" if recurs else ""
+    return filled(" and then every {} steps", (recurs and min(gaps)) or None)

@@ -132,7 +132,7 @@ def _gradients_flushed(case: Case) -> Iterator[Found]:
             "in_steps": in_steps(worst.steps),
             "more": len(more),
             "limit": decision.rules.tolerance,
-            "where": ", over the run or in a part of it" if any(loss.steps for loss in decision.suffering) else "",
+            "where": ", over the run or in a part of it" * any(loss.steps for loss in decision.suffering),
             "wanted": scale_of(decision.log2_scale),
         },
         _Flushed.MULTIPLY.when(not is_mild),

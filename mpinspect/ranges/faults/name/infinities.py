@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FLOAT16
-from mpinspect.ranges.faults.name.arithmetic import overflowed_norms
 from mpinspect.ranges.faults.name.case import Case, LayerInFP32, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, further_lines, of_operation
 from mpinspect.ranges.faults.name.fault import AFTER_BREAK, Fault, Found
+from mpinspect.ranges.faults.name.forward import InVain
 from mpinspect.ranges.faults.name.operators import (
     CASTS,
     found_at,
@@ -136,8 +136,7 @@ def _born_infinite(case: Case) -> Iterator[Found]:
 
 
 def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Found]:
-    norms = {norm.step for norm in overflowed_norms(case)}
-    possible = (each for each in of_model if _is_of_precision(each, case) and each.step not in norms)
+    possible = (each for each in of_model if _is_of_precision(each, case))
     born = next((each for each in possible if each.largest or not _are_weights_broken(each, case)), None)
     if born is None:
         return
@@ -287,9 +286,6 @@ class _Alike(Sentences):
         "Correct the inputs of {operator} in {place}: a zero that divides, the logarithm of zero, an empty row, or a constant "
         "that was rounded to 16 bits before the step, such as a noise schedule."
     )
-    NEW_SCALER = (
-        "If you stay in FP16, make a new GradScaler: the scale of this one was lowered {lowered} times for nothing."
-    )
 
 
 def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
@@ -298,7 +294,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     False alarms: It is measured. It is information if no forward of the run was infinite or NaN.
     """
     examined = case.recorded(ExaminedArgument)
-    if overflowed_norms(case) or any(CONSTANT not in each.text for each in examined):
+    if any(CONSTANT not in each.text for each in examined):
         # Another fault names these inputs already.
         return
     broken = [event for event in case.events if event.forward_finite is False]
@@ -316,7 +312,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
             yield found_at(
                 alike,
                 (_Alike.IN_FP32_TOO, Born.FIRST.when(is_later)),
-                (_Alike.INPUTS.when(first), _Alike.NEW_SCALER.when(lowered > 1)),
+                (_Alike.INPUTS.when(first), InVain.NEW_SCALER.when(lowered > 1)),
                 words={**words, "at": _at(alike, is_later)},
                 layer=layer,
                 severity="info" if first is None else "error",
@@ -332,8 +328,8 @@ FAULTS = (
         "breaks-in-fp32-too",
         "error",
         _breaks_in_fp32_too,
-        (_Alike, Born),
-        ("scale-falls-for-forward", "non-finite-event", "argument-out-of-range"),
+        (_Alike, Born, InVain),
+        ("non-finite-event", "argument-out-of-range"),
     ),
     Fault("overflow-in-operator", "warning", _overflow_in_operator, (Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),
     Fault("input-rounded-away", "warning", _input_rounded_away, (Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),

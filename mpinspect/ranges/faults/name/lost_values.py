@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
-from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
 from mpinspect.ranges.faults.name.infinities import Born, beginning, first_event
 from mpinspect.ranges.faults.name.operators import (
@@ -234,6 +233,7 @@ class _Flush(Sentences):
         "exact values are up to {largest:.2g}; FP16 flushes magnitudes of 3e-8 and below."
     )
     TAKEN = "A tensor that persists from step to step takes them."
+    OF_LOGARITHM = "A logarithm takes them, whose result depends on the magnitudes of small values."
     CAST = (
         "In step {step}, in {place}, a cast to {dtype:format} flushes {flushed:percent} of {count:count non-zero value} to zero. "
         "They are up to {largest:.2g}; {dtype:format} flushes magnitudes of 2^{edge} and below."
@@ -264,9 +264,10 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
     divided = {each.text for each in case.recorded(DividedInHalf)}
     for flushed in by_place(case.recorded(FlushedResult), "flushed"):
         if flushed.text not in _FP8_TYPES and flushed.names[1] not in divided:
-            taken = _Flush.TAKEN.when(not optimizer_of(flushed))
-            words = {"count": int(flushed.elements)}
-            yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, _Flush.FLOAT, words)
+            is_of_log = any(flushed.names[3:])
+            taken = _Flush.OF_LOGARITHM.when(is_of_log) or _Flush.TAKEN.when(not optimizer_of(flushed))
+            words, code = {"count": int(flushed.elements)}, _Flush.FLOAT.when(not is_of_log)
+            yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, code or (), words)
 
 
 def _casts_flush(case: Case) -> Iterator[Found]:
@@ -382,7 +383,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
                 "origin_expression": "f(z.float())",
                 **words_of(origin),
             },
-            operator=cancelled.names[0] if is_subtracted else "",
+            operator=cancelled.names[0] * is_subtracted,
             is_grave=born is not None,
             is_mild=is_mild,
             before=[origin.names[1]] if origin else [],
@@ -413,7 +414,7 @@ FAULTS = (
         "warning",
         _rounding_error_left,
         (_Left, Gradients),
-        (*OF_FORWARD, "argument-out-of-range"),
+        ("non-finite-event", "argument-out-of-range"),
         checked=TWICE,
     ),
 )

@@ -106,7 +106,7 @@ def place_of(record: Record) -> dict[str, object]:
 
 def optimizer_of(record: Record) -> str:
     """Return the class of the optimizer in whose step an operator ran; "" for an operator outside of one."""
-    return record.names[2].removeprefix(_STEP_OF) if record.names[2].startswith(_STEP_OF) else ""
+    return record.names[2].removeprefix(_STEP_OF) * record.names[2].startswith(_STEP_OF)
 
 
 def origin_of(record: Placed) -> Placed | None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.faults.name.case import Case
-from mpinspect.ranges.faults.name.culprit_inputs import OF_FORWARD
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.operators import MATTERS, found_at
 from mpinspect.ranges.records import PreparedError
@@ -72,7 +71,7 @@ FAULTS = (
         "warning",
         _is_inexact,
         (_Prepared,),
-        (*OF_FORWARD, "batch-not-finite", "breaks-in-fp32-too"),
+        ("non-finite-event", "batch-not-finite", "breaks-in-fp32-too"),
         is_of_every_step=True,
     ),
 )

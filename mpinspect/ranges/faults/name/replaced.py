@@ -295,7 +295,6 @@ _OF_BROKEN_WEIGHTS = (
     "breaks-in-fp32-too",
     "overflow-in-operator",
     "input-rounded-away",
-    "scale-falls-for-forward",
     "non-finite-event",
 )
 FAULTS = (

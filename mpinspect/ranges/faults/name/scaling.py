@@ -8,14 +8,13 @@ from itertools import pairwise
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.precision import run_format
-from mpinspect.ranges.faults.name.case import Case, LayerInFP32
+from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.faults.name.forward import Inspect, period, was_in_half, where_to_inspect
 from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import phrase
 from mpinspect.ranges.records import NewScalers
-from mpinspect.ranges.session import LOSSES, SKIPPED, Event, module_named
-from mpinspect.reporting.sentences import Said, Sentences
+from mpinspect.ranges.session import SKIPPED, Event
+from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import and_more, filled
 
 #: A scaler's initial search is worth a warning if it takes more than this share of the run, and at least three steps.
@@ -590,65 +589,7 @@ def _periodic(case: Case) -> list[Event]:
     return skips[: opening == 1 and gaps == {found[0].step - skips[0].step}] + found
 
 
-class _ForForward(Sentences):
-    BACKED_OFF = (
-        "The scaler backed off in {steps} steps because {what} itself{made_by} was not finite, from step {first_step} "
-        "on{period}: the loss scale is not the cause, and every such step halves it."
-    )
-    LOSS_IN_FP32 = (
-        "Something in the loss function{made_by} exceeds 65504, FP16's maximum. Compute it in FP32, from outputs in FP32, or "
-        "train in BF16, without a scaler."
-    )
-    FORWARD_IN_FP32 = (
-        "Something in the forward of {module} exceeds 65504, FP16's maximum. Run it and the modules that take its result in "
-        "FP32, or train in BF16, without a scaler."
-    )
-    NEW_SCALER = (
-        "If you stay in FP16, make a new GradScaler: the scale of this one was lowered {steps} times for nothing."
-    )
-    CAST_OUTPUT = "loss = loss_fn(output.float(), target)"
-    WITHOUT_AUTOCAST = "with torch.autocast({device_type}, enabled=False):\n    y = layer(x.float())"
-
-
-def _scale_falls_for_forward(case: Case) -> Iterator[Found]:
-    """A scaler that lowers its scale because of a non-finite forward, which no scale repairs.
-
-    False alarms: It is reported from three skipped steps on; a single bad batch only gives a non-finite event.
-    """
-    broken = [event for event in case.events if event.skipped and event.forward_finite is False]
-    steps = sorted({event.step for event in broken})
-    if len(steps) < _FEWEST_STEPS:
-        return
-    first = min(broken, key=lambda event: event.step)
-    what, in_fp32 = "the forward", _ForForward.FORWARD_IN_FP32
-    code: Said = _ForForward.WITHOUT_AUTOCAST
-    if first.module and not first.after:
-        code = LayerInFP32.of(case.precision)
-    if first.what in LOSSES:
-        what, in_fp32, code = "the loss", _ForForward.LOSS_IN_FP32, _ForForward.CAST_OUTPUT
-    inspect, words = where_to_inspect(first, case.session)
-    is_too_large = run_format(case.session) == FLOAT16 and was_in_half(first, case.session)
-    if not is_too_large:
-        code = ()
-    yield Found(
-        _ForForward.BACKED_OFF,
-        {"steps": len(steps), "first_step": steps[0]},
-        {**words, "what": what, "module": module_named(first.module), "period": period(steps)},
-        (in_fp32.when(is_too_large) or inspect, _ForForward.NEW_SCALER),
-        code,
-        layer=first.module,
-        step=steps[0],
-    )
-
-
 FAULTS = (
-    Fault(
-        "scale-falls-for-forward",
-        "error",
-        _scale_falls_for_forward,
-        (_ForForward, LayerInFP32, Inspect),
-        ("non-finite-event",),
-    ),
     Fault("scaler-made-anew", "warning", _scaler_made_anew, (_Anew,), ("non-finite-event",)),
     Fault("scale-too-high", "error", _scale_too_high, (_High, Scaler), ("non-finite-event",)),
     Fault("initial-scale-too-high", "warning", _initial_scale_too_high, (_Initial, Scaler)),

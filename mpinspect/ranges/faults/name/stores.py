@@ -212,7 +212,7 @@ def _who_loses(lost: _LostInFormat, case: Case) -> tuple[_Updates, str]:
 def _sampled(case: Case) -> str:
     """Return in words how many steps were sampled, to follow "the updates"; "" if all were."""
     sampled = case.progress.sampled_steps
-    return f" in the {number_of(sampled, 'sampled step')}" if 0 < sampled < case.progress.steps else ""
+    return f" in the {number_of(sampled, 'sampled step')}" * (0 < sampled < case.progress.steps)
 
 
 def _kept_wide(lost: _LostInFormat, case: Case) -> tuple[_Updates | tuple[()], _Updates | FP32Weights | tuple[()]]:

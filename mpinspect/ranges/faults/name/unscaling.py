@@ -479,7 +479,7 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
         says, fix, code = _VARIANTS[mixed.text]
         if mixed.text == "optimizer" and (mixed.second or mixed.first) < 0:
             says, fix, code = _Mixed.TOO_SMALL, _Mixed.SCALE_EACH, _Mixed.BOTH_LOSSES
-        module = module_named(mixed.name) if mixed.name else ""
+        module = mixed.name and module_named(mixed.name)
         place = f"{module} ({line})" if module and line else module or line or "code outside of modules"
         words = {"place": place, "parameters": parameters or [mixed.name]}
         evidence = {"operator": operator, "line": line}
