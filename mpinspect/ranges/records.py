@@ -102,6 +102,9 @@ def _casts(record: type[Record]) -> Mapping[str, Any]:
     return _CASTS[record]
 
 
+#: The phase of operators that ran before a run's first step.
+BEFORE_STEPS = "before the first step"
+
 # -- the operation that made the first infinity or NaN; names: rows of the batch ------------------------------------------
 
 

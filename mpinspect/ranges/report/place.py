@@ -8,6 +8,7 @@ from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.name.operators import operator_named
 from mpinspect.ranges.faults.registry import explains_events, part_of, what_broke
+from mpinspect.ranges.records import BEFORE_STEPS
 from mpinspect.ranges.session import Event, module_named
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import filled, upper_first
@@ -66,7 +67,8 @@ def began(report: RangeReport) -> Began:
         place, is_own = _of_event(event, finding)
         return Began(name(f"{cause}: in {place}"), first_line(event, with_place=False) if is_own else "")
     assert finding is not None
-    when = filled("first in step {:,}", finding.step) or "throughout the run"
+    is_before = finding.evidence.get("phase") == BEFORE_STEPS
+    when = filled("first in step {:,}", finding.step) or BEFORE_STEPS * is_before or "throughout the run"
     return Began(f"{cause}: {', '.join(filter(None, (name(_place(finding)), when)))}")
 
 

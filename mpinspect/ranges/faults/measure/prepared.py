@@ -20,7 +20,7 @@ from mpinspect.ranges.faults.measure.operands import NARROW, Pending, numbers_of
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
 from mpinspect.ranges.faults.measure.twins import Marks, distance, is_finite
-from mpinspect.ranges.records import PreparedError, Record
+from mpinspect.ranges.records import BEFORE_STEPS, PreparedError, Record
 from mpinspect.runtime.outputs import leaves
 
 #: Bytes of twins, seconds of ours, and operators of any dtype, after which nothing more is computed twice. A dispatch mode alone
@@ -128,7 +128,7 @@ def _recorded(
     worst = int((value.float() - twin).abs().nan_to_num(torch.inf).argmax())
     places = {"value": float(value[worst]), "exact": float(twin[worst])}
     more: Any = {"elements": float(value.numel()), **places, **figures}
-    return PreparedError(names=(operator, line, "forward"), text=dtype, **more)
+    return PreparedError(names=(operator, line, BEFORE_STEPS), text=dtype, **more)
 
 
 class Preparation:
