@@ -103,9 +103,9 @@ class LiveMatmuls:
     def in_optimizer(self, value: bool) -> None:
         self._mode.in_optimizer = value
 
-    def compute_twice(self, second: SecondStep) -> None:
+    def compute_twice(self, second: Second | SecondStep) -> None:
         """Let ``second`` compute each operator of the step again."""
-        self._mode.second, self._mode.calls_graphs = second, second.calls_graphs
+        self._mode.second, self._mode.calls_graphs = second, getattr(second, "calls_graphs", None)
 
     def follow(self, follower: Follower) -> None:
         """Let ``follower`` see each operator of the step."""
