@@ -588,10 +588,7 @@ class Ties(Record, kind="ties"):
 
 
 class StaleCasts(Record, kind="autocast-stale-casts"):
-    """Forwards, in ``steps`` of the measured steps, with casts of weights made before the weights' last update.
-
-    ``names``: empty after an optimizer's step; else operator, line, phase, and the weight.
-    """
+    """Forwards, in ``steps`` of the measured steps, with casts of weights made before the weights' last update."""
 
     steps: float
 
