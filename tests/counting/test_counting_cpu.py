@@ -536,7 +536,9 @@ def test_a_changed_source_file_changes_the_names_of_the_loops(tmp_path: Path) ->
         makes_loops = re.search(
             r"^(import numba|from mpinspect\.counting\.cpu\.compiling)", path.read_text(), re.MULTILINE
         )
-        assert bool(makes_loops) == (path.stem in compiling._MADE_OF), path
+        # The layout has constants alone.
+        is_layout = path.stem == "block_layout"
+        assert (bool(makes_loops) or is_layout) == (path.stem in compiling._MADE_OF), path
     assert told(name, NUMBA_CACHE_DIR=str(tmp_path / "cache")).split()[0] != planes.add_carries.__qualname__
 
 

@@ -329,7 +329,7 @@ def test_log_softmax_is_suggested_for_a_logarithm_of_a_softmax():
         measured = Measurement("examined-argument", "", 8, {"elements": 1.0}, (), text)
         fixes[text] = found("argument-out-of-range", measured, events=(event(8),))
     plain, of_softmax = fixes.values()
-    assert of_softmax.code == "y = torch.log_softmax(logits, -1)  # log(x)\nz = g(y)"
+    assert of_softmax.code == "# in place of log(x)\ny = torch.log_softmax(logits, -1)\nz = g(y)"
     assert "A clamp would be finite too, but gives the clamped elements no gradient." in of_softmax.fix
     assert plain.code == "# a clamped element gets no gradient\ny = x.clamp_min(1e-6).log()"
 

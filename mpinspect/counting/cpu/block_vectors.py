@@ -228,20 +228,7 @@ def _adder(way: _Way) -> Any:
     return emitted(types.int64, *[types.int64] * 10)(partial(_emit_add, way))
 
 
-def _emit_add(
-    way: _Way,
-    code: Code,
-    words: Any,
-    numbers: Any,
-    limits: Any,
-    turns: Any,
-    lower: Any,
-    edges: Any,
-    over: Any,
-    ahead: Any,
-    exponents: Any,
-    lowest: Any,
-) -> Any:
+def _emit_add(way: _Way, code: Code, *given: Any) -> Any:
     """Add listed vectors to the lower planes, sixteen a turn.
 
     Args:
@@ -256,6 +243,7 @@ def _emit_add(
     Returns:
         int64, non-zero if an edge was found: a power of two, or a value near the next one.
     """
+    words, numbers, limits, turns, lower, edges, over, ahead, exponents, lowest = given
     builder, zero, one = code.builder, constant(Words, 0), constant(Words, 1)
     left, right = _shift(code, "l"), _shift(code, "r")
     first = _splat(builder, builder.trunc(builder.shl(edges, constant(I64, layout.FIELD)), I32))

@@ -389,7 +389,7 @@ class _ArgumentCode(Sentences):
         "    # distances: torch.cdist(a, b)"
     )
     PACK_WIDER = "# in the pack hook of\n# torch.autograd.graph.saved_tensors_hooks\npacked = tensor.to(torch.bfloat16)"
-    LOG_SOFTMAX = "y = torch.log_softmax(logits, -1)  # log(x)\nz = g(y)"
+    LOG_SOFTMAX = "# in place of log(x)\ny = torch.log_softmax(logits, -1)\nz = g(y)"
     LOG = "# a clamped element gets no gradient\ny = x{cast}.clamp_min(1e-6).log()"
     SQRT = "y = (x{cast} + 1e-12).sqrt()"
     RSQRT = "y = (x{cast} + 1e-12).rsqrt()"
