@@ -152,3 +152,13 @@ def test_a_failure_costs_the_look_and_one_note(tmp_path, monkeypatch):
     assert len(run.seen.notes) == 1
     assert run.steps() == 3
     assert torch.equal(table, torch.arange(300, dtype=torch.bfloat16).sin())
+
+
+def test_nothing_is_computed_twice_while_a_graph_is_captured(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "is_capturing", lambda: True)
+    with watched(tmp_path) as run:
+        table = torch.arange(300, dtype=torch.bfloat16).mul(1.01).sin()
+        assert torch._C._len_torch_dispatch_stack() == 0
+        _trained()
+    assert (_errors(run), run.seen.notes) == ([], [])
+    del table

@@ -21,6 +21,7 @@ from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
 from mpinspect.ranges.faults.measure.twins import Marks, distance, is_finite
 from mpinspect.ranges.records import BEFORE_STEPS, PreparedError, Record
+from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.outputs import leaves
 
 #: Bytes of twins, seconds of ours, and operators of any dtype, after which nothing more is computed twice. A dispatch mode alone
@@ -60,7 +61,11 @@ class PreparedTensors(SecondComputation):
         # A weight has no exact value: training begins with the one that it has.
         is_weight = any(isinstance(each, torch.nn.Parameter) for each in given)
         if not is_weight and (self._twins.bytes or any(map(_is_narrow, given))):
-            pending = super().before(func, args, kwargs)
+            if is_capturing():
+                # A second run would become a part of the script's graph.
+                self._operators = _MOST_OPERATORS + 1
+            else:
+                pending = super().before(func, args, kwargs)
         self._count_time(began)
         return pending
 
