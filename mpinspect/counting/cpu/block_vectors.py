@@ -225,25 +225,36 @@ class _Way(NamedTuple):
 
 
 def _adder(way: _Way) -> Any:
+    """Return a function of compiled code that adds listed vectors to the lower planes, sixteen a turn.
+
+    It returns int64, non-zero if an edge was found: a power of two, or a value near the next one. Its arguments:
+
+    - words: address of the values; numbers, limits: of the vectors' numbers, and of their limits; turns: how many.
+    - lower: address of the first sixteen columns to fill; each turn fills the next sixteen.
+    - edges: address of uint16s for the lanes with edges, one a turn. If ``way`` is plain: the distance of the first bit.
+    - over: where ``way`` is higher, address of int64s, to which the numbers of values beyond each cut are added.
+    - ahead: address to prefetch from, as many lines as there are vectors, unless ``way`` is plain.
+    - exponents: address of the first sixteen columns of the lower planes of exponents, if ``way`` adds to them; lowest: their
+      lowest exponent field.
+    """
     return emitted(types.int64, *[types.int64] * 10)(partial(_emit_add, way))
 
 
-def _emit_add(way: _Way, code: Code, *given: Any) -> Any:
-    """Add listed vectors to the lower planes, sixteen a turn.
-
-    Args:
-        numbers, limits: addresses of the vectors' numbers, and of their limits.
-        lower: address of the first sixteen columns to fill; each turn fills the next sixteen.
-        edges: address of uint16s for the lanes with edges, one a turn. If ``way`` is plain: the distance of the first bit.
-        over: where ``way`` is higher, address of int64s, to which the numbers of values beyond each cut are added.
-        ahead: address to prefetch from, as many lines as there are vectors, unless ``way`` is plain.
-        exponents: address of the first sixteen columns of the lower planes of exponents, if ``way`` adds to them.
-        lowest: their lowest exponent field.
-
-    Returns:
-        int64, non-zero if an edge was found: a power of two, or a value near the next one.
-    """
-    words, numbers, limits, turns, lower, edges, over, ahead, exponents, lowest = given
+def _emit_add(
+    way: _Way,
+    code: Code,
+    words: Any,
+    numbers: Any,
+    limits: Any,
+    turns: Any,
+    lower: Any,
+    edges: Any,
+    over: Any,
+    ahead: Any,
+    exponents: Any,
+    lowest: Any,
+) -> Any:
+    """Emit the function that ``_adder`` returns."""
     builder, zero, one = code.builder, constant(Words, 0), constant(Words, 1)
     left, right = _shift(code, "l"), _shift(code, "r")
     first = _splat(builder, builder.trunc(builder.shl(edges, constant(I64, layout.FIELD)), I32))
