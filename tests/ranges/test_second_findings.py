@@ -423,6 +423,22 @@ def test_the_code_keeps_its_own_names_where_the_line_does_not_have_the_operator_
     assert code_at(source).splitlines()[1:] == ["    y = a.float() * b.float()", f"    {TAKEN}", "    z = g(y)"]
 
 
+def test_a_logarithm_of_a_softmax_stays_a_call_of_log_softmax():
+    logarithm = ExaminedArgument(step=7, text="a logarithm of zero, the result of a softmax", elements=1, calls=1)
+    called = CalledLines(step=7, text="log", names=("train.py:7",))
+    stored = [
+        replace(record.measurement(), sources={"train.py:7": "loss = -(t * p.log()).sum()"})
+        for record in (logarithm, called)
+    ]
+    session = session_of({weight("w"): FINE}, measurements=stored, events=(broken(7),))
+    code = next(each.code for each in analyse(session).findings if each.id == "argument-out-of-range")
+    assert code.splitlines()[1:] == [
+        "# in place of log(p)",
+        "y = torch.log_softmax(logits, -1)",
+        "loss = -(t * y).sum()",
+    ]
+
+
 def test_operands_that_were_rounded_are_computed_anew_in_fp32():
     code = code_at("return (a * b).sum(-1) / (a.norm() * b.norm() + 1e-8)", "div", largest=0.0)
     assert code.splitlines() == [

@@ -173,13 +173,13 @@ def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
 
 
 def _change(diff: RangeDiff, run: RangeReport, name: str, above: str) -> Iterator[Block]:
-    for sentence in run.verdict.sentences:
-        if sentence.partition(": ")[2].rstrip(".") not in above:
-            yield Line(f"{name}: {sentence}", "lead")
     gravest = next((finding for finding in run.findings if finding.is_alarm), None)
     # A loss scale's setting is undone as its finding says.
     if not _undoes(diff) or (gravest is not None and depends_on_scale(gravest, None)):
         yield from change_blocks(run.verdict, f" in {name}")
+    for sentence in run.verdict.sentences:
+        if sentence.partition(": ")[2].rstrip(".") not in above:
+            yield Line(f"{name}: {sentence}", "lead")
 
 
 def _parting(diff: RangeDiff) -> str:

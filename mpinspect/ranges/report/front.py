@@ -69,18 +69,19 @@ def facts(report: RangeReport) -> Iterator[str]:
 
 
 def verdict_of(report: RangeReport) -> Iterator[Block]:
-    """Yield a verdict and its change. The findings below it on a front stand for the verdict's pointer to them."""
+    """Yield a verdict and its change; the change comes first where a headline has said what broke, and where.
+
+    The findings below it on a front stand for the verdict's pointer to them.
+    """
     verdict = report.verdict
     first, *more = verdict.sentences or ("",)
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
     has_headline = began(report).headline or report.session.ended_by
+    reason = (Line(first, "lead" if has_headline else tone), *map(Line, more))
+    change = (Line(verdict.change and f"Change: {verdict.change}", "lead"), Code(verdict.code))
     yield from nonempty(
         Line(verdict.ended, "error"),
-        # The alarm, the exception or the place is the headline.
-        Line(first, "lead" if has_headline else tone),
-        *map(Line, more),
-        Line(verdict.change and f"Change: {verdict.change}", "lead"),
-        Code(verdict.code),
+        *((*change, *reason) if has_headline else (*reason, *change)),
         Line(verdict.precision, "dim"),
     )
 

@@ -243,12 +243,12 @@ def _panel(report: RunReport) -> Iterator[Block]:
 
 
 def _verdict_of_several(gravest: list[ModelPart]) -> Iterator[Block]:
-    """Yield the models' verdicts, the change of the worst, and below them the models' precisions."""
+    """Yield the change of the worst model, the models' verdicts, and below them the models' precisions."""
     tone: Tone = "good" if all(part.ranges.verdict.healthy for part in gravest) else "lead"
+    yield from _change(gravest)
     yield from lines(*_openings(gravest), tone=tone)
     if tone == "good":
         yield from lines(*_by_model((part.name, part.ranges.verdict.sentences[1]) for part in gravest))
-    yield from _change(gravest)
     yield from lines(*_precisions(gravest), tone="dim")
 
 

@@ -30,6 +30,8 @@ _MODULES = re.compile(r"(torch|nn|F|functional)\b")
 _NARROWS = re.compile(r"\.(half|bfloat16|to|type)\(|float16")
 #: A line that assigns the result, the line that stands for the operators that take it, and one above operands in FP32.
 _RESULT, _TAKEN = re.compile(r"^ *(y|total|difference) = ", re.MULTILINE), re.compile(r"\bz = g\(y\)")
+#: The call of the operator as a method, at the end of a line.
+_CALL = re.compile(r"(?<!\btorch)\.\w+\([^()]*\)$", re.MULTILINE)
 _IN_FP32 = re.compile(r"^( *)# from inputs in FP32\n", re.MULTILINE)
 
 
@@ -65,7 +67,7 @@ def with_own_names(code: str, source: str, operator: str) -> str:
     is_elsewhere = not all(re.search(rf"\b{name}\b", code) for name in use.operands)
     if is_elsewhere or any(_NARROWS.search(ast.unparse(each)) for each in use.operands.values()):
         return code
-    code = re.sub(r"\.\w+\([^()]*\)$", lambda found: use.call or found[0], code, count=1, flags=re.MULTILINE)
+    code = _CALL.sub(lambda found: use.call or found[0], code, count=1)
     return _with_result(_with_operands(code, source, use), source, statement, use)
 
 
