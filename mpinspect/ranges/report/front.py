@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.analysis.report import RangeReport, Verdict
 from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
 from mpinspect.ranges.report.place import began
@@ -77,13 +77,15 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     first, *more = verdict.sentences or ("",)
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
     has_headline = began(report).headline or report.session.ended_by
-    reason = (Line(first, "lead" if has_headline else tone), *map(Line, more))
-    change = (Line(verdict.change and f"Change: {verdict.change}", "lead"), Code(verdict.code))
-    yield from nonempty(
-        Line(verdict.ended, "error"),
-        *((*change, *reason) if has_headline else (*reason, *change)),
-        Line(verdict.precision, "dim"),
-    )
+    reason = nonempty(Line(first, "lead" if has_headline else tone), *map(Line, more))
+    yield from nonempty(Line(verdict.ended, "error"))
+    yield from (*change_blocks(verdict), *reason) if has_headline else (*reason, *change_blocks(verdict))
+    yield from nonempty(Line(verdict.precision, "dim"))
+
+
+def change_blocks(verdict: Verdict, where: str = "") -> tuple[Block, ...]:
+    """Return the change that a verdict asks for, with its code; () if it asks for none."""
+    return nonempty(Line(verdict.change and f"Change{where}: {verdict.change}", "lead"), Code(verdict.code))
 
 
 def merged(found: Iterable[Listed]) -> Iterator[Listed]:

@@ -201,7 +201,7 @@ export class Timeline {
     const has = (/** @type {string} */ value) => data.events.some((/** @type {any} */ event) => event.value === value);
     return [
       ...(this.known.length ? [key("scales", "loss scale")] : []),
-      ...(this.view.hasScale && !this.known.length ? [entry(data.by_hand ? `with the loop's own loss scale, ${raised(data.by_hand)}` : "the loss scale is not known")] : []),
+      ...(this.view.hasScale && !this.known.length ? [entry(data.by_hand ? `with the loop's own loss scale, ${raised(data.by_hand)}` : "no loss scale was seen")] : []),
       ...(this.largest.some((each) => each !== null) ? [key("largest", `largest magnitude ${chosen ? of : "of any layer"}${data.held.length ? ", of each backward alone" : ""}${until}`)] : []),
       ...(this.held.length ? [key("held", "largest magnitude in .grad, their sum")] : []),
       ...(this.hasFlushed ? [key("lost-share", `flushed, ${of} (0 to 100%)${until}`)] : []),
