@@ -118,7 +118,10 @@ class _Batch(Sentences):
     ALSO = "The model's input was not finite in {further:count further step}."
     ALONE = "The model's input was finite in all other steps."
     LOOK = "Look at these samples and their preprocessing; leave them out or repair them before they reach the model."
-    LOOK_ON_EACH_RANK = "Look at these samples and their preprocessing. Repair them or leave their losses out: every rank needs its backward."
+    LOOK_ON_EACH_RANK = (
+        "Look at these samples and their preprocessing. Repair them or leave their losses out: every rank needs its "
+        "backward."
+    )
     GOOD = (
         "good = torch.isfinite({bad})\n"
         "good = good.reshape(len({bad}), -1).all(1)\n"
