@@ -588,7 +588,10 @@ class Ties(Record, kind="ties"):
 
 
 class StaleCasts(Record, kind="autocast-stale-casts"):
-    """Forwards, in ``steps`` of the measured steps, with casts of weights made before the weights' last update."""
+    """Forwards, in ``steps`` of the measured steps, with casts of weights made before the weights' last update.
+
+    ``names``: empty after an optimizer's step; else operator, line, phase, and the weight.
+    """
 
     steps: float
 

@@ -390,6 +390,16 @@ def test_a_step_on_infinite_gradients_is_an_error_unless_later_forwards_are_fini
     assert found(steps_with([event(7, skipped=None)]), "non-finite-event").severity == "warning"
 
 
+def test_a_compiled_model_survives_a_step_only_if_a_later_backward_is_finite():
+    """No forward of a compiled model is watched."""
+
+    def severity(last):
+        report = steps_with([event(step, skipped=False) for step in range(7, last)], steps=20, compiled=("",))
+        return found(report, "non-finite-event").severity
+
+    assert (severity(20), severity(15)) == ("error", "warning")
+
+
 def test_counted_infinities_are_reported_without_a_watch():
     nan = ExponentHistogram.from_counts([5], -3, nans=7, infs=1)
     forward = analyse(session_of({TensorKey("fc", ACTIVATION): nan}))

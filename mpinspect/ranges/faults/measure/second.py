@@ -26,6 +26,7 @@ from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.tally import dtype_name, passed_through
 from mpinspect.ranges.faults.measure.additions import Additions
 from mpinspect.ranges.faults.measure.broken import Broken
+from mpinspect.ranges.faults.measure.cached_casts import CachedCasts
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices, tied
 from mpinspect.ranges.faults.measure.edges import Edges
 from mpinspect.ranges.faults.measure.effects import Effects
@@ -73,6 +74,7 @@ from mpinspect.ranges.records import (
     LostSum,
     Positions,
     Record,
+    StaleCasts,
     Ties,
 )
 from mpinspect.reporting.words import filled, number_of
@@ -103,7 +105,9 @@ _PRODUCTS = frozenset({aten.mm, aten.addmm})
 #: Multiplications from which on a product takes longer than choosing its kernel.
 _LARGE_PRODUCT = 1 << 24
 #: Operators whose result is zero, or much too small, if their argument is.
-_PASSING = CASTS | {aten.mul, aten.div, aten.sqrt, aten.sum, aten.mean}
+_PASSING = CASTS | {aten.mul, aten.div, aten.sqrt, aten.sum, aten.mean, aten.mm, aten.bmm, aten.clamp, aten.clamp_min}
+#: Operators whose result depends on the magnitude of the smallest values.
+_LOGARITHMS = frozenset({aten.log, aten.log2, aten.log10})
 #: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
 _DECIDING = frozenset(
     {
@@ -154,6 +158,7 @@ class SecondComputation:
         left = [(name, each) for name, each in self._parameters if by_hand or not each.requires_grad]
         self._kept = KeptSums(others, narrow_storages(buffers), narrow_storages(left))
         self._choices = Choices()
+        self._casts = CachedCasts(self._parameters)
         self._divided = DividedGradients(self._parameters)
         self._flushes = Flushes()
         #: Recomputes the optimizer that is stepping; None while none is.
@@ -197,6 +202,7 @@ class SecondComputation:
                 self._broken.exponential(args[0])
             if is_in_forward():
                 self._edges.called(func.overloadpacket, args)
+                self._read_casts(func, args)
                 if func.overloadpacket in DIFFERENCES and self._readers and not kwargs:
                     self._subtract_large(func, args)
             self._effects.weigh(args)
@@ -210,6 +216,13 @@ class SecondComputation:
         except Exception:
             self.skipped[func.overloadpacket.__name__] += 1
             return []
+
+    def _read_casts(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Record the first operator that takes an outdated cast of a weight. Waits for the device."""
+        if not self._found[StaleCasts] and (weight := self._casts.outdated(args)):
+            names = (func.overloadpacket.__name__, innermost_line(sys._getframe()), self._phase, weight)
+            text = dtype_name(self._narrow)
+            self._found[StaleCasts].append(StaleCasts(name=self._module(), names=names, text=text, steps=1))
 
     def _subtract_large(self, func: Any, args: tuple[Any, ...]) -> None:
         """Record a difference of numbers that FP32 had rounded before. Waits for the device."""
@@ -319,6 +332,8 @@ class SecondComputation:
             if is_decision(result):
                 self._keep_decision(pending, result)
                 return
+            if func.overloadpacket is aten._to_copy:
+                self._casts.made(pending.given[0][0], results[0])
             if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0]):
                 return
             if func.overloadpacket is aten.topk:
@@ -395,11 +410,12 @@ class SecondComputation:
                 self._compare_errors(pending, value, twin)
 
     def _follow_flushed(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
-        """Follow values that FP16 has flushed into a tensor that persists from step to step."""
+        """Follow values that FP16 has flushed into a tensor that persists from step to step, or into a logarithm."""
         args, operator = pending.given[0], pending.func.overloadpacket
         is_kept = pending.func._schema.is_mutable and self._kept.keeps(args[0])
-        if is_kept or operator in _PASSING:
-            self._flushes.passed_on(args[is_kept:], value, is_kept)
+        if is_kept or operator in _PASSING | _LOGARITHMS:
+            taker = operator.__name__ * (operator in _LOGARITHMS)
+            self._flushes.passed_on(args[is_kept:], value, is_kept, taker)
         if value.dtype is torch.float16 and not is_kept:
             self._flushes.made(value, local(), partial(self._record, pending, value))
 
@@ -529,7 +545,7 @@ class SecondComputation:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
         found += [*self._flushes.casts.values(), *self._coarse.values()]
-        firsts: tuple[type[Record], ...] = (CastToFP8, ChangedIntegers, Positions, Ties)
+        firsts: tuple[type[Record], ...] = (CastToFP8, ChangedIntegers, Positions, StaleCasts, Ties)
         found += self._broken.records()
         found += [each for kind in firsts for each in self._found[kind][:1]]
         found += [*self._edges.records(), *self._choices.used]

@@ -233,6 +233,7 @@ class _Flush(Sentences):
         "exact values are up to {largest:.2g}; FP16 flushes magnitudes of 3e-8 and below."
     )
     TAKEN = "A tensor that persists from step to step takes them."
+    OF_LOGARITHM = "A logarithm takes them, whose result depends on the magnitudes of small values."
     CAST = (
         "In step {step}, in {place}, a cast to {dtype:format} flushes {flushed:percent} of {count:count non-zero value} to zero. "
         "They are up to {largest:.2g}; {dtype:format} flushes magnitudes of 2^{edge} and below."
@@ -263,9 +264,10 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
     divided = {each.text for each in case.recorded(DividedInHalf)}
     for flushed in by_place(case.recorded(FlushedResult), "flushed"):
         if flushed.text not in _FP8_TYPES and flushed.names[1] not in divided:
-            taken = _Flush.TAKEN.when(not optimizer_of(flushed))
-            words = {"count": int(flushed.elements)}
-            yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, _Flush.FLOAT, words)
+            is_of_log = any(flushed.names[3:])
+            taken = _Flush.OF_LOGARITHM.when(is_of_log) or _Flush.TAKEN.when(not optimizer_of(flushed))
+            words, code = {"count": int(flushed.elements)}, _Flush.FLOAT.when(not is_of_log)
+            yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, code or (), words)
 
 
 def _casts_flush(case: Case) -> Iterator[Found]:

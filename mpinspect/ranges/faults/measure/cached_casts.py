@@ -1,0 +1,45 @@
+"""Finds forwards that take the cast of a weight out of autocast's cache although the weight has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from mpinspect.ranges.faults.measure.operands import NARROW, has_numbers
+from mpinspect.ranges.faults.measure.twins import Marks, flat, storage_key
+from mpinspect.runtime.outputs import leaves
+
+
+class CachedCasts:
+    """Compares the cached cast of a weight with the weight, wherever an operator of a forward takes it."""
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        self._names = {storage_key(each): name for name, each in parameters if has_numbers(each)}
+        self._sources: Marks[torch.Tensor] = Marks()
+
+    def made(self, source: torch.Tensor, cast: torch.Tensor) -> None:
+        """Remember the weight of a cast that autocast makes and keeps until its outermost region ends."""
+        is_of_autocast = _is_in_region() and not torch.is_autocast_enabled(source.device.type)
+        if is_of_autocast and torch.is_autocast_cache_enabled() and storage_key(source) in self._names:
+            self._sources.put(cast, source)
+
+    def outdated(self, args: tuple[object, ...]) -> str:
+        """Return the name of a weight that has changed since its cast among the arguments was made; "" without one."""
+        for each in leaves(args):
+            if isinstance(each, torch.Tensor) and each.dtype in NARROW and has_numbers(each):
+                source = self._sources.of(each)
+                if source is not None and not torch.equal(_whole(each, source), flat(source).to(each.dtype)):
+                    return self._names[storage_key(source)]
+        return ""
+
+
+def _whole(view: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a view's storage, as many as another tensor has."""
+    return view.as_strided((like.numel(),), (1,), 0)
+
+
+def _is_in_region() -> bool:
+    """Return whether an autocast region is open; autocast itself is off while one of its casts runs."""
+    torch.autocast_increment_nesting()
+    return bool(torch.autocast_decrement_nesting())
