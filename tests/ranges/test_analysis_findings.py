@@ -394,7 +394,8 @@ def test_a_compiled_model_survives_a_step_only_if_a_later_backward_is_finite():
     """No forward of a compiled model is watched."""
 
     def severity(last):
-        report = steps_with([event(step, skipped=False) for step in range(7, last)], steps=20, compiled=("",))
+        events = [event(step, skipped=False, loss_scale=None, forward_finite=None) for step in range(7, last)]
+        report = steps_with(events, steps=20, compiled=("",))
         return found(report, "non-finite-event").severity
 
     assert (severity(20), severity(15)) == ("error", "warning")

@@ -29,14 +29,14 @@ class CachedCasts:
         for each in leaves(args):
             if isinstance(each, torch.Tensor) and each.dtype in NARROW and has_numbers(each):
                 source = self._sources.of(each)
-                if source is not None and not torch.equal(_whole(each, source), flat(source).to(each.dtype)):
+                if source is not None and not _are_same(each.as_strided((source.numel(),), (1,), 0), flat(source)):
                     return self._names[storage_key(source)]
         return ""
 
 
-def _whole(view: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a view's storage, as many as another tensor has."""
-    return view.as_strided((like.numel(),), (1,), 0)
+def _are_same(cast: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether a cast has the values of its weight, which may be NaN."""
+    return torch.allclose(cast, weight.to(cast.dtype), rtol=0, atol=0, equal_nan=True)
 
 
 def _is_in_region() -> bool:

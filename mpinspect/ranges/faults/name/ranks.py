@@ -466,7 +466,7 @@ class _OnTheWay(Sentences):
         "Sum in FP32: no compressing hook under DistributedDataParallel, MixedPrecisionPolicy(reduce_dtype=torch.float32) for "
         "fully_shard. Under NCCL, BF16 (bf16_compress_hook) has the range of FP32 in half the bytes."
     )
-    HOOK = "# in place of fp16_compress_hook\nddp.register_comm_hook(None, default_hooks.allreduce_hook)"
+    HOOK = "# in place of fp16_compress_hook\nhook = default_hooks.allreduce_hook\nddp.register_comm_hook(None, hook)"
 
 
 def _flushed_on_the_way(case: Case) -> Iterator[Found]:
