@@ -715,6 +715,18 @@ class RoundedConstant(Record, kind="second-constant"):
     """A difference from the constant 1, in an optimizer's step, that is zero: the other number is 1 in 16 bits."""
 
 
+class UpdateEffect(Record, kind="second-updates"):
+    """The decrease of the loss by an optimizer's step on 16-bit weights, to first order.
+
+    Args:
+        exact: by the updates before rounding.
+        rounded: by the changes of the weights.
+    """
+
+    exact: float
+    rounded: float
+
+
 class FrozenBuffer(Record, kind="second-buffer"):
     """A sum kept from step to step that additions in place leave unchanged. A buffer's or weight's name is the last of ``names``.
 

@@ -123,3 +123,15 @@ def test_weights_that_are_swapped_within_a_region_use_outdated_casts(cached, rep
     assert (found is not None) is reported
     if found is not None:
         assert (found.severity, found.step, found.layer) == ("error", 1, "0")
+
+
+def test_slices_of_a_weight_have_casts_of_their_own():
+    torch.manual_seed(0)
+    experts = nn.ParameterList([nn.Parameter(torch.randn(3, 8, 8))])
+    optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
+    with Inspector(experts, optimizers=optimizer, second=True) as inspector:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = torch.stack([torch.randn(4, 8) @ each for each in experts[0]])
+            take_step(optimizer, output.float().square().mean())
+    assert "autocast-around-updates" not in ids(analyse(inspector.session()))

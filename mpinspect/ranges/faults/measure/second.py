@@ -94,10 +94,12 @@ SUMS = frozenset(
 )
 #: Losses that are differences, whose result is a single number.
 _LOSSES = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss})
+#: Gradients of functions that rounding makes exactly 1, where the gradient is zero, and the place of the function's result.
+_SATURATING = {aten.sigmoid_backward: 1, aten.tanh_backward: 1}
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = (
     DIFFERENCES
-    | {aten.lerp_}
+    | {aten.lerp_, *_SATURATING}
     | _LOSSES
     | {*(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor)}
 )
@@ -505,11 +507,13 @@ class SecondComputation:
         if not inherited >= _CANCELLED or self._kept.is_compensated(value):
             return
         before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
-        if before <= _UNCANCELLED:
+        place = _SATURATING.get(pending.func.overloadpacket)
+        is_lost = place is not None and not bool(value.any())
+        if before <= _UNCANCELLED or is_lost:
             off = value.float() - twin
-            origin = self._origins.of([value]) if is_in_forward() else ()
+            origin = self._origins.of([pending.given[0][place] if place else value]) if is_in_forward() or place else ()
             record = self._record(pending, value, AmplifiedError, *origin, before=before, after=inherited)
-            self._add(pending, record, off)
+            self._add(pending, _at_its_line(record) if place else record, off)
 
     def _add(self, pending: Pending, record: Record, off: torch.Tensor) -> None:
         """Add the record of an operator's result; ``off``: its error, whose effect on the loss may become known."""
@@ -653,11 +657,13 @@ def _at_its_line(record: Any) -> Any:
     node = torch._C._current_autograd_node()
     if node is None:
         return record
-    operator, line, phase = record.names
+    operator, line, phase, *origin = record.names
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        return replace(record, names=(operator, line, f"backward of {type(node).__name__.removesuffix('Backward')}"))
+        return replace(
+            record, names=(operator, line, f"backward of {type(node).__name__.removesuffix('Backward')}", *origin)
+        )
     # The line of torch's own nodes is the one that calls the backward.
-    return replace(record, names=(operator, "", phase))
+    return replace(record, names=(operator, "", phase, *origin))
 
 
 def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:

@@ -333,6 +333,7 @@ class _Left(Sentences):
     IN_INT64 = "# x, y in int64 or FP64,\n# as the data have them\ndifference = (x - y).float()"
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
+    ORIGIN_IN_FP32 = "Compute {origin_operator} in FP32 in {origin_place}, and keep its result in FP32."
     DIFFERENCE = (
         "with torch.autocast({device_type}, enabled=False):\n"
         "    # from inputs in FP32\n"
@@ -369,7 +370,8 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             _, _, step = beginning(born, first)
         off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "more than 1,000%"
         origin = origin_of(cancelled)
-        fix = Born.FROM_ORIGIN_IN_FP32.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32
+        from_origin = _Left.ORIGIN_IN_FP32 if cancelled.names[2] == "backward" else Born.FROM_ORIGIN_IN_FP32
+        fix = from_origin.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32
         is_subtracted = cancelled.names[0].strip("_") in ("sub", "rsub") and not origin
         yield found_at(
             cancelled,
