@@ -213,7 +213,7 @@ class SecondComputation:
             rows_of = single_operators(func, args)
             if rows_of is None:
                 return list(filter(None, [self._prepare(func, args, kwargs)]))
-            found = [(place, self._prepare(one, row, kwargs)) for place, (one, row) in enumerate(rows_of)]
+            found = [(place, self._prepare(one, row, kwargs | more)) for place, (one, row, more) in enumerate(rows_of)]
             return [each._replace(place=place) for place, each in found if each is not None]
         except Exception:
             self.skipped[func.overloadpacket.__name__] += 1

@@ -88,8 +88,8 @@ class _Updates(Sentences):
     )
     ALL = "Nearly no update changes a weight: the model hardly trains."
     EFFECT = (
-        "To first order, the rounded updates of the steps that were computed twice lower the loss by {effect:percent} of what the "
-        "exact ones would."
+        "In the steps that were computed twice, the rounded updates lower the loss, to first order, by {effect:percent} of the "
+        "decrease of the exact ones."
     )
     FP32_WEIGHTS = "Keep all weights in FP32: autocast casts the operands of each product."
     FP32_WEIGHTS_OR_MASTERS = (
