@@ -393,7 +393,9 @@ class SecondComputation:
         if not is_finite(value):
             self._broken.judge(pending, value, twin, local(), partial(self._record, pending, value))
             return
-        if pending.node is None and is_in_forward():
+        # A merge of trained adapters into weights that persist has a node.
+        is_kept = pending.old is not None and self._kept.keeps(pending.given[0][0])
+        if is_in_forward() and (pending.node is None or is_kept):
             self._follow_flushed(pending, value, local)
             if is_rounded:
                 self._compare_kept(pending, value, twin, local)
