@@ -184,6 +184,7 @@ def _sum_stops(case: Case) -> Iterator[Found]:
     """
     flushed = _flushed_lines(case)
     moments = {found.evidence["state"] for found in moments_cannot_decay(case) if not found.is_inferred}
+    summed = {growing.names[:2] for growing in case.recorded(GrowingSum)}
     for frozen in by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
         if frozen.names[1] in flushed or (optimizer_of(frozen) and buffer in moments):
@@ -191,7 +192,8 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             continue
         changes = _SCALING.get(frozen.names[0].strip("_"), "additions")
         is_scaled = changes not in ("additions", "interpolations")
-        fix, code = _Kept.IN_FP32, _Kept.CAST
+        is_sum = frozen.names[:2] in summed
+        fix, code = (_Kept.NUMBER, _Kept.ITEM) if is_sum else (_Kept.IN_FP32, _Kept.CAST)
         if is_scaled:
             fix, code = _Kept.SCALED_IN_FP32, _Kept.FLOAT
         if buffer:
@@ -211,7 +213,9 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             "sort": sort,
             "path": quoted(buffer),
             "changes": changes,
-            "such_as": ("a moving average", "a schedule or a decaying average")[is_scaled],
+            "such_as": "a sum of losses"
+            if is_sum
+            else ("a moving average", "a schedule or a decaying average")[is_scaled],
         }
         yield found_at(frozen, _Kept.ROUNDED.when(frozen.rounded) or says, fix, code, words)
     stopped = {frozen.names[:2] for frozen in case.recorded(FrozenBuffer)}
