@@ -588,7 +588,10 @@ class Ties(Record, kind="ties"):
 
 
 class StaleCasts(Record, kind="autocast-stale-casts"):
-    """Forwards, in ``steps`` of the measured steps, with casts of weights made before the weights' last update."""
+    """Forwards, in ``steps`` of the measured steps, with casts of weights made before the weights' last update.
+
+    ``names``: empty after an optimizer's step; else operator, line, phase, and the weight.
+    """
 
     steps: float
 
@@ -710,6 +713,18 @@ class FlushedResult(Record, kind="second-flushed"):
 
 class RoundedConstant(Record, kind="second-constant"):
     """A difference from the constant 1, in an optimizer's step, that is zero: the other number is 1 in 16 bits."""
+
+
+class UpdateEffect(Record, kind="second-updates"):
+    """The decrease of the loss by an optimizer's step on 16-bit weights, to first order.
+
+    Args:
+        exact: by the updates before rounding.
+        rounded: by the changes of the weights.
+    """
+
+    exact: float
+    rounded: float
 
 
 class FrozenBuffer(Record, kind="second-buffer"):

@@ -316,7 +316,7 @@ class Precision:
         outputs: dtypes of the floating-point outputs of modules in training forwards.
         losses: dtypes of the losses whose backwards were seen.
         optimizers, scalers: the optimizers and loss scalers seen.
-        reduced: dtypes of the sums of the ranks' gradients; empty if unknown, or for one process.
+        reduced: dtypes of the sums of the ranks' gradients; empty if unknown, or without a process group.
         unseen: dtypes of the values in the losses' graphs, read if some modules' calls were not seen (compiled code); "" for
             values that could not be read. Empty if no graph was read.
         layers: the layers with matrix products and how each product is quantised; empty if they were not recorded.

@@ -136,14 +136,14 @@ def held(tensor: torch.Tensor) -> Held:
     return Held(how, replicas, all(place[number] == 0 for number in replicated))
 
 
-def data_parallel() -> dict[int, torch.nn.Module]:
+def data_parallel(least_ranks: int = 2) -> dict[int, torch.nn.Module]:
     """Return the DistributedDataParallel module of each parameter that it synchronises, by the parameter's id.
 
-    A wrapped model has no reference to its wrapper, so this searches all living objects; in a process without ranks it
-    skips the search.
+    A wrapped model has no reference to its wrapper, so this searches all living objects; in a process without a group of
+    ``least_ranks`` it skips the search.
     """
     module = sys.modules.get("torch.nn.parallel.distributed")
-    if module is None or rank_and_world()[1] < 2:
+    if module is None or not has_process_group() or rank_and_world()[1] < least_ranks:
         return {}
     return {
         id(parameter): wrapper

@@ -15,6 +15,7 @@ from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.kinds import ACTIVATION, KINDS, UPDATE, WEIGHT
+from mpinspect.ranges.records import UpdateEffect
 from mpinspect.ranges.session import Event, Measurement, OptimizerRecord, Precision, Progress, ScaleChange, Session
 from mpinspect.ranges.windows.tensors import LostUpdates, TensorInfo, TensorKey, TensorWindow
 from mpinspect.ranges.windows.window import Window
@@ -390,6 +391,17 @@ def test_a_step_on_infinite_gradients_is_an_error_unless_later_forwards_are_fini
     assert found(steps_with([event(7, skipped=None)]), "non-finite-event").severity == "warning"
 
 
+def test_a_compiled_model_survives_a_step_only_if_a_later_backward_is_finite():
+    """No forward of a compiled model is watched."""
+
+    def severity(last):
+        events = [event(step, skipped=False, loss_scale=None, forward_finite=None) for step in range(7, last)]
+        report = steps_with(events, steps=20, compiled=("",))
+        return found(report, "non-finite-event").severity
+
+    assert (severity(20), severity(15)) == ("error", "warning")
+
+
 def test_counted_infinities_are_reported_without_a_watch():
     nan = ExponentHistogram.from_counts([5], -3, nans=7, infs=1)
     forward = analyse(session_of({TensorKey("fc", ACTIVATION): nan}))
@@ -429,10 +441,10 @@ def test_findings_are_sorted_by_severity():
 # -- weights, activations, updates, sums --------------------------------------------------------------------------------
 
 
-def updates(lost, dtype, *, measured=False):
+def updates(lost, dtype, *, measured=False, **others):
     window = TensorWindow(FINE, 10, lost_updates={"float16": LostUpdates(lost, 100, measured)})
     info = TensorInfo("fc.weight", UPDATE, "fc", "Linear", (10, 10), dtype)
-    return analyse(session_of({TensorKey("fc.weight", UPDATE): window}, infos=(info,)))
+    return analyse(session_of({TensorKey("fc.weight", UPDATE): window}, infos=(info,), **others))
 
 
 @pytest.mark.parametrize(
@@ -451,6 +463,24 @@ def test_lost_updates_are_a_warning_only_if_the_weights_have_that_format(lost, d
     if severity == "warning":
         assert "87%" in finding.message
         assert "FP32 master weights" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("effects", "severity"),
+    [
+        ({1: (2.0, 1.9)}, "info"),
+        ({1: (2.0, 1.0)}, "warning"),
+        ({1: (-1.0, 1.0)}, "warning"),
+        # The second one stands for 900 steps, the first one for 99.
+        ({1: (9.0, 9.0), 100: (0.01, 0.0)}, "info"),
+        ({1: (9.0, 9.0), 100: (1.0, 0.0)}, "warning"),
+    ],
+)
+def test_lost_updates_that_cost_little_of_the_losss_decrease_are_information(effects, severity):
+    records = [UpdateEffect(step=step, exact=exact, rounded=rounded) for step, (exact, rounded) in effects.items()]
+    progress = Progress(1000, 1000, 0, 1000, True)
+    report = updates(50, "float16", progress=progress, measurements=tuple(each.measurement() for each in records))
+    assert found(report, "updates-lost").severity == severity
 
 
 def test_activations_beyond_the_format_are_a_warning():

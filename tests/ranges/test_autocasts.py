@@ -93,3 +93,45 @@ def test_torchs_functions_are_restored():
     before = torch.autocast.__init__, torch.clear_autocast_cache
     report(each=bf16())
     assert (torch.autocast.__init__, torch.clear_autocast_cache) == before
+
+
+@pytest.mark.parametrize(("cached", "reported"), [(True, True), (False, False)])
+def test_weights_that_are_swapped_within_a_region_use_outdated_casts(cached, reported):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    other = [torch.randn_like(each) for each in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = Inspector(model, optimizers=optimizer, second=True)
+
+    def swap(values):
+        kept = [each.detach().clone() for each in model.parameters()]
+        for each, value in zip(model.parameters(), values, strict=True):
+            each.data.copy_(value)
+        return kept
+
+    with inspector:
+        for _ in range(3):
+            x = torch.randn(16, 8)
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+                output = model(x)
+                with torch.no_grad():
+                    kept = swap(other)
+                    reference = model(x)
+                    swap(kept)
+            take_step(optimizer, (output.float() - reference.float()).square().mean())
+    found = ids(analyse(inspector.session())).get("autocast-around-updates")
+    assert (found is not None) is reported
+    if found is not None:
+        assert (found.severity, found.step, found.layer) == ("error", 1, "0")
+
+
+def test_slices_of_a_weight_have_casts_of_their_own():
+    torch.manual_seed(0)
+    experts = nn.ParameterList([nn.Parameter(torch.randn(3, 8, 8))])
+    optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
+    with Inspector(experts, optimizers=optimizer, second=True) as inspector:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = torch.stack([torch.randn(4, 8) @ each for each in experts[0]])
+            take_step(optimizer, output.float().square().mean())
+    assert "autocast-around-updates" not in ids(analyse(inspector.session()))

@@ -241,3 +241,15 @@ def test_flushed_results_that_nothing_keeps_are_not_named():
 def test_results_above_the_flush_edge_are_not_named():
     kept = Kept(lambda gradient: (gradient * 2.0**10).half())
     assert found(trained(lambda parameters: torch.optim.SGD(parameters, 0.1), second=(2,), after=kept)[0]) == {}
+
+
+@pytest.mark.parametrize(("rate", "dtype", "kept"), [(1e-6, BF16, 0.0), (0.1, BF16, 1.0), (1e-6, torch.float32, None)])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_decrease_of_the_loss_by_rounded_updates_is_measured(rate, dtype, kept, make, foreach):
+    inspector, _ = trained(lambda parameters: make(parameters, lr=rate, foreach=foreach, weight_decay=0.0), dtype)
+    effects = [each for each in inspector.session().measurements if each.what == "second-updates"]
+    assert [each.step for each in effects] == [1] * (kept is not None)
+    for each in effects:
+        assert each.figures["exact"] > 0
+        assert each.figures["rounded"] / each.figures["exact"] == pytest.approx(kept, abs=0.1)

@@ -414,6 +414,18 @@ def test_a_sum_in_16_bits_is_a_finding(dtype, world, severity):
     assert finding(analyse(merge_ranks([session])), "gradients-summed-in-16-bits").severity == severity
 
 
+@pytest.mark.parametrize(
+    ("centre", "dtype", "flushed"), [(-30, "float16", 1), (-30, "bfloat16", 0), (-10, "float16", 0)]
+)
+def test_gradients_that_flush_in_the_sum_are_a_finding(centre, dtype, flushed):
+    reduced = s.Precision({"float32": 2500}, reduced=(dtype,))
+    session = dataclasses.replace(of_rank(0, centre=centre, of=1), precision=reduced)
+    found = [each for each in analyse(session).findings if each.id == "gradients-flushed-in-sum"]
+    assert [(each.severity, each.evidence["flushed"], each.layer) for each in found] == [
+        ("warning", 1, "fc.weight")
+    ] * flushed
+
+
 def test_equal_measurements_of_several_ranks_are_merged_into_one():
     measured = s.Measurement("gradients-replaced", "fc.weight", 3)
     ranks = [dataclasses.replace(of_rank(rank, of=2), measurements=(measured,)) for rank in range(2)]

@@ -969,3 +969,17 @@ def test_an_argument_that_is_zero_in_fp32_too_is_the_scripts_own():
     with Twice() as second:
         (x * 1.01 - x * 1.01).sqrt()
     assert records(second, RoundedArgument) == []
+
+
+@pytest.mark.parametrize(("function", "end"), [(torch.sigmoid, 7.0), (torch.tanh, 4.0)])
+@pytest.mark.parametrize("is_saturated", [False, True])
+def test_a_gradient_that_is_zero_as_a_function_rounds_to_1_is_recorded(function, end, is_saturated):
+    model = nn.Linear(4, 4)
+    nn.init.zeros_(model.weight)
+    nn.init.constant_(model.bias, end * is_saturated)
+    with Twice(model) as second, torch.autocast("cpu", torch.bfloat16):
+        function(model(values(8, 4))).float().sum().backward()
+    found = records(second, AmplifiedError)
+    assert [(each.names[0], each.names[4], each.after) for each in found] == [
+        (f"{function.__name__}_backward", function.__name__, 1.0)
+    ] * is_saturated

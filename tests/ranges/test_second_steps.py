@@ -321,3 +321,35 @@ def test_a_logarithm_that_breaks_later_has_the_line_of_its_call_in_the_step_comp
     assert finding.step == 4
     assert (finding.evidence["line"] != "") is is_second
     assert finding.evidence.get("source", "") == "loss = loss + torch.log(1 - p)" * is_second
+
+
+def test_the_code_of_a_closure_is_no_part_of_the_optimizer():
+    """Lightning runs the whole training step in a closure of the optimizer."""
+    training = Training(second=True)
+    training.model.register_buffer("seen", torch.zeros((), dtype=torch.bfloat16))
+
+    def closure():
+        with torch.enable_grad():
+            training.optimizer.zero_grad()
+            training.model.seen += 1
+            loss = training.loss()
+            loss.backward()
+            return loss
+
+    with training.inspector:
+        for _ in range(103):
+            training.optimizer.step(closure)
+    assert training.steps_of("second-growing") == [100]
+
+
+@pytest.mark.parametrize(("dtype", "flushed"), [(torch.float16, 1), (torch.float32, 0)])
+def test_a_logarithm_of_flushed_results_is_recorded(dtype, flushed):
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inspector = mpinspect.Inspector(model, optimizers=optimizer, second=True)
+    with inspector:
+        for _ in range(3):
+            power = (1e-4 * torch.rand(16, 8)).to(dtype) ** 2
+            take_step(optimizer, model(power.float().clamp(min=1e-12).log10()).square().mean())
+    found = [each for each in inspector.session().measurements if each.what == "second-flushed"]
+    assert [each.names[3] for each in found] == ["log10"] * flushed

@@ -144,3 +144,42 @@ def test_an_early_step_of_a_resumed_optimizer_is_computed_twice(tmp_path: Path, 
     found = [each for each in report["models"][0]["ranges"]["findings"] if each["id"] == "buffer-stops-changing"]
     assert [each["step"] for each in found] == steps
     assert all("in Averaging's step" in each["message"] and "'square'" in each["message"] for each in found)
+
+
+MERGED = """
+import torch
+from torch import nn
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(8, 8).bfloat16().requires_grad_(False)
+        self.delta = nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.base.weight.float() + self.delta)
+
+
+torch.manual_seed(0)
+model = Adapted()
+for phase in range(5):
+    optimizer = torch.optim.SGD([model.delta], lr=1e-6)
+    for step in range(3):
+        model(torch.randn(16, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.base.weight.data += model.delta
+    nn.init.zeros_(model.delta)
+    del optimizer
+"""
+
+
+def test_a_merge_at_the_end_of_phases_of_one_length_is_computed_twice(tmp_path: Path) -> None:
+    folder = tmp_path / "script"
+    write(folder, MERGED)
+    ended = watched(folder, "train.py", forked=True)
+    assert ended.status == 0, ended.err
+    report = json.loads((tmp_path / RUN_DIR / "report.json").read_text())
+    found = [each for each in report["models"][0]["ranges"]["findings"] if each["id"] == "buffer-stops-changing"]
+    assert [(each["step"], "'base.weight'" in each["message"]) for each in found] == [(9, True)]

@@ -127,7 +127,9 @@ def survived(event: Event, session: Session) -> bool:
     """Return whether later forwards stayed finite after an update with non-finite gradients, so that the weights are finite."""
     if event.story != TAKEN or any(each.phase in ("forward", END) or forward_broke(each) for each in session.events):
         return False
-    watched = session.info.watch and session.progress.watched_steps is None
+    # Forwards of a compiled model are not watched: a backward without an event shows that its weights are finite.
+    hidden = session.progress.hides("") and max(each.step for each in session.events) >= session.progress.steps - 1
+    watched = session.info.watch and session.progress.watched_steps is None and not hidden
     later = any(each.forward_finite for each in session.events if each.step > event.step)
     return later or (watched and session.progress.steps > event.step + 2)
 

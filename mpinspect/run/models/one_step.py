@@ -103,8 +103,9 @@ class OneStep(Guarded):
         if not self._is_its_thread:
             return
         if self._is_replaced(optimizer):
+            # If the next phase is as long, a step that spans its end is computed twice: adapters may be merged there.
+            self._choice = StepChoice((_EARLY_STEP, self._stepped, *LATER_STEPS))
             self._optimizer, self._stepped = weakref.ref(optimizer), 0
-            self._choice = StepChoice((_EARLY_STEP, *LATER_STEPS))
             self._left_replaced -= 1
         if self._optimizer is not None and self._optimizer() is optimizer:
             self._step_passed()

@@ -283,10 +283,14 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
             self._fault(error)
 
     def _is_beside_the_step(self) -> bool:
-        """Return whether an operator is the optimizer's own arithmetic, or part of a validation."""
+        """Return whether an operator is the optimizer's own arithmetic, or part of a validation.
+
+        A closure, as Lightning's, enables gradients again for the loop's own code.
+        """
         if torch._C._current_autograd_node() is not None:
             return False
-        return self._live_calls.evaluates or (self.in_optimizer and not self.calls.any_running)
+        is_of_optimizer = self.in_optimizer and not self.calls.any_running and not torch.is_grad_enabled()
+        return self._live_calls.evaluates or is_of_optimizer
 
     def _fault(self, error: Exception) -> None:
         self.recording = False

@@ -128,7 +128,7 @@ class Flushes:
     def __init__(self) -> None:
         #: The records of all such results.
         self.all: list[FlushedResult] = []
-        #: The records of those that a tensor which persists has taken.
+        #: The records of those that a tensor which persists, or a logarithm, has taken.
         self.taken: list[FlushedResult] = []
         #: The records of casts to FP8, by line.
         self.casts: dict[str, FlushedResult] = {}
@@ -175,16 +175,23 @@ class Flushes:
                 times=known.times + 1,
             )
 
-    def passed_on(self, given: Iterable[Any], value: torch.Tensor, is_kept: bool) -> None:
-        """Follow flushed values from an operator's arguments into its result, which persists from step to step or not."""
+    def passed_on(self, given: Iterable[Any], value: torch.Tensor, is_kept: bool, taker: str = "") -> None:
+        """Follow flushed values from an operator's arguments into its result.
+
+        Args:
+            given: the arguments.
+            value: the result.
+            is_kept: whether the result persists from step to step.
+            taker: the operator if it needs the magnitudes of the flushed values.
+        """
         if not self._of:
             return
         found = (self._of.get(storage_key(each)) for each in given if is_plain(each))
         origin = next(filter(None, found), None)
         if origin is None:
             return
-        if is_kept:
-            self.taken.append(origin[1])
+        if is_kept or taker:
+            self.taken.append(replace(origin[1], names=(*origin[1].names[:3], taker)))
         else:
             self._of.setdefault(storage_key(value), (reference(value), origin[1]))
 

@@ -20,7 +20,7 @@ from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 from mpinspect.ranges.faults.measure.twins import storage_key
 from mpinspect.ranges.session import LayersRecord, OptimizerRecord, Precision, ScalerRecord
 from mpinspect.runtime.device import random_state
-from mpinspect.runtime.distributed import local_part, sharded_sum_in, summed_in
+from mpinspect.runtime.distributed import data_parallel, local_part, sharded_sum_in, summed_in
 
 #: The recorded settings of an optimizer's parameter group, if they are numbers.
 _SETTINGS = ("lr", "weight_decay", "eps", "momentum")
@@ -155,7 +155,9 @@ class Ledger(Measuring):
     def _reduced(self) -> tuple[str, ...]:
         """Return the dtypes of the sums of the ranks' gradients, if the model's wrappers have them."""
         if self._summed_in is None:
-            of_copies = (summed_in(each.parameter, each.parallel) for each in self._parameters)
+            # A group of one process sums nothing, but its compressing hook casts.
+            wrappers = data_parallel(least_ranks=1)
+            of_copies = (summed_in(each.parameter, wrappers.get(id(each.parameter))) for each in self._parameters)
             dtypes = (*of_copies, *map(sharded_sum_in, (layer.module for layer in self._layers)))
             self._summed_in = tuple({dtype_name(dtype): None for dtype in dtypes if dtype is not None})
         return self._summed_in

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -75,10 +76,10 @@ class MasterGradients(Measuring):
         #: By the optimizer's id, elements of its unknown tensors and of the weights without a master, before any step.
         self._unmatched: dict[int, tuple[Samples, Samples]] = {}
         self._now = _Step()
-        #: By the optimizer's id, the addresses and versions of its largest FP32 weights after its last step.
-        self._left: dict[int, dict[str, tuple[int, int]]] = {}
-        #: These weights, by the optimizer's id. They are searched for in measured steps alone: every step asks for them.
-        self._largest: dict[int, list[WatchedParameter]] = {}
+        #: The addresses and versions of an optimizer's largest FP32 weights after its last step.
+        self._left: WeakKeyDictionary[torch.optim.Optimizer, dict[str, tuple[int, int]]] = WeakKeyDictionary()
+        #: These weights. They are searched for in measured steps alone: every step asks for them.
+        self._largest: WeakKeyDictionary[torch.optim.Optimizer, list[WatchedParameter]] = WeakKeyDictionary()
         self._readings = 0
         #: The FP32 weights that had values which no 16-bit dtype holds after a step.
         self._wide: set[str] = set()
@@ -126,7 +127,7 @@ class MasterGradients(Measuring):
             self._now.sums.clear()
         if self._readings < _MOST_READINGS and not has_process_group():
             weights = [(each.name, each.parameter) for each in self._fp32_weights(optimizer)]
-            self._left[id(optimizer)] = {name: (each.data_ptr(), each._version) for name, each in weights}
+            self._left[optimizer] = {name: (each.data_ptr(), each._version) for name, each in weights}
             if self.at_work:
                 self._read(weights, self._know_wide)
         if self.at_work and (masters := list(self._masters.of(optimizer))):
@@ -191,18 +192,18 @@ class MasterGradients(Measuring):
 
     def _fp32_weights(self, optimizer: torch.optim.Optimizer) -> list[WatchedParameter]:
         """Return the largest FP32 weights that an optimizer steps itself."""
-        if self.at_work or id(optimizer) not in self._largest:
+        if self.at_work or optimizer not in self._largest:
             watched = (each for each in self._optimizers.parameters(optimizer) if is_plain(each.parameter))
             wide = [each for each in watched if each.parameter.dtype is torch.float32]
-            self._largest[id(optimizer)] = sorted(wide, key=lambda each: -each.parameter.numel())[:_MOST_WEIGHTS]
-        return self._largest[id(optimizer)]
+            self._largest[optimizer] = sorted(wide, key=lambda each: -each.parameter.numel())[:_MOST_WEIGHTS]
+        return self._largest[optimizer]
 
     def _read_written(self, optimizer: torch.optim.Optimizer) -> None:
         """Read FP32 weights that other code has written since the optimizer's last step.
 
         No version shows a write through ``.data``: in measured steps all are read.
         """
-        left = self._left.pop(id(optimizer), {})
+        left = self._left.pop(optimizer, {})
         watched = self._fp32_weights(optimizer) if left else ()
         here = {each.name: (each.parameter.data_ptr(), each.parameter._version) for each in watched}
         written = [each for each in watched if self.at_work or here[each.name] != left.get(each.name)]

@@ -27,6 +27,10 @@ _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "qu
 _SINGLE = {"Scalar": "Scalar", "List": "Tensor", "Tensor": "Tensor", "ScalarList": "Scalar", "": "default"}
 
 
+#: Operators of three tensors and a value, which only the foreach ones take by its place.
+_WITH_VALUE = (aten.addcmul, aten.addcmul_, aten.addcdiv, aten.addcdiv_)
+
+
 class Pending(NamedTuple):
     """An operator that is about to run.
 
@@ -56,15 +60,18 @@ class Pending(NamedTuple):
     place: int | None = None
 
 
-def single_operators(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...]]] | None:
-    """Return the operators and arguments that a foreach operator stands for; None of another."""
+def single_operators(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]] | None:
+    """Return the operators that a foreach operator stands for, each with its arguments; None of another."""
     name = func.overloadpacket.__name__
     if not name.startswith("_foreach_"):
         return None
-    single = getattr(getattr(aten, name.removeprefix("_foreach_"), None), _SINGLE.get(func._overloadname, ""), None)
+    packet: Any = getattr(aten, name.removeprefix("_foreach_"), None)
+    single, most = getattr(packet, _SINGLE.get(func._overloadname, ""), None), len(args)
+    if func._overloadname.startswith("Scalar") and packet in _WITH_VALUE:
+        single, most = packet.default, 3
     if single is None:
         return None
-    return [(single, row) for row, _ in rows(args, args[0])]
+    return [(single, row[:most], dict(zip(("value",), row[most:], strict=False))) for row, _ in rows(args, args[0])]
 
 
 def is_cast_to_fp8(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

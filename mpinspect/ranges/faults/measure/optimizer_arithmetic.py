@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums
 from mpinspect.ranges.faults.measure.operands import DIFFERENCES, NARROW, Pending, local_result, narrow_storages
 from mpinspect.ranges.faults.measure.second import SUMS, SecondComputation
-from mpinspect.ranges.faults.measure.twins import is_finite
-from mpinspect.ranges.records import LostSum, Record, RoundedConstant
+from mpinspect.ranges.faults.measure.twins import is_finite, storage_key
+from mpinspect.ranges.records import LostSum, Record, RoundedConstant, UpdateEffect
 from mpinspect.runtime.outputs import leaves
 
 aten = torch.ops.aten
@@ -58,8 +59,8 @@ class WholeStep(SecondComputation):
 class OptimizerArithmetic(SecondComputation):
     """Recomputes what an optimizer's ``step`` computes in 16 bits, from its weights, gradients and states as they are.
 
-    Lost updates of the weights have a fault of their own (``updates.py``), and Kahan summation makes rounding errors on purpose:
-    additions and differences are judged only where they change a state.
+    Lost updates of the weights have a fault of their own (``updates.py``), whose harm is measured here. Kahan summation makes
+    rounding errors on purpose: additions and differences are judged only where they change a state.
 
     Args:
         optimizer: is about to step.
@@ -81,6 +82,9 @@ class OptimizerArithmetic(SecondComputation):
         others = (*stepped, *(each.grad for each in stepped))
         self._kept = KeptSums(others, narrow_storages(states), {})
         self._readers = {}
+        self._gradients = {storage_key(each): each.grad for each in stepped if is_plain(each) and is_plain(each.grad)}
+        #: The decrease of the loss by exact and by rounded updates.
+        self._exact = self._rounded = 0.0
         #: Elements of the operator that is being prepared.
         self._elements = 0
 
@@ -113,6 +117,8 @@ class OptimizerArithmetic(SecondComputation):
             return
         if value.dtype not in NARROW:
             return
+        if pending.old is not None and storage_key(value) in self._gradients:
+            self._weigh_update(self._gradients[storage_key(value)], pending.old, value, local())
         if not self._is_of_torch:
             self._compare_kept(pending, value, twin, local)
         if operator in SUMS:
@@ -122,6 +128,14 @@ class OptimizerArithmetic(SecondComputation):
         if operator in DIFFERENCES and _is_one_less_one(pending.given[0], value):
             self._found[RoundedConstant].append(self._record(pending, value, RoundedConstant))
 
+    def _weigh_update(
+        self, gradient: torch.Tensor, old: torch.Tensor, rounded: torch.Tensor, exact: torch.Tensor
+    ) -> None:
+        """Add the effect on the loss of one operator's change of a weight. Waits for the device."""
+        slope = gradient.flatten().float()
+        self._exact -= float(slope.dot((exact - old).flatten()))
+        self._rounded -= float(slope.dot((rounded - old).flatten().float()))
+
     def _compare_choices(self, pending: Pending, result: Any, exact: Any) -> None:
         """Judge no choices: a mask of updates may differ where both are small."""
 
@@ -130,6 +144,7 @@ class OptimizerArithmetic(SecondComputation):
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.most()]
         found += [*self._broken.born[:1], *self._found[RoundedConstant][:1]]
         found += sorted(self._found[LostSum], key=lambda each: getattr(each, "error", math.nan))[-1:]
+        found += [UpdateEffect(exact=self._exact, rounded=self._rounded)] * bool(self._exact)
         self._end()
         return found
 

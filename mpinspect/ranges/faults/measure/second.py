@@ -26,6 +26,7 @@ from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.tally import dtype_name, passed_through
 from mpinspect.ranges.faults.measure.additions import Additions
 from mpinspect.ranges.faults.measure.broken import Broken
+from mpinspect.ranges.faults.measure.cached_casts import CachedCasts
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices, tied
 from mpinspect.ranges.faults.measure.edges import Edges
 from mpinspect.ranges.faults.measure.effects import Effects
@@ -73,6 +74,7 @@ from mpinspect.ranges.records import (
     LostSum,
     Positions,
     Record,
+    StaleCasts,
     Ties,
 )
 from mpinspect.reporting.words import filled, number_of
@@ -92,10 +94,12 @@ SUMS = frozenset(
 )
 #: Losses that are differences, whose result is a single number.
 _LOSSES = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss})
+#: Gradients of functions that rounding makes exactly 1, where the gradient is zero, and the place of the function's result.
+_SATURATING = {aten.sigmoid_backward: 1, aten.tanh_backward: 1}
 #: Operators that may make a large relative error of a small one.
 _AMPLIFYING = (
     DIFFERENCES
-    | {aten.lerp_}
+    | {aten.lerp_, *_SATURATING}
     | _LOSSES
     | {*(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor)}
 )
@@ -103,7 +107,9 @@ _PRODUCTS = frozenset({aten.mm, aten.addmm})
 #: Multiplications from which on a product takes longer than choosing its kernel.
 _LARGE_PRODUCT = 1 << 24
 #: Operators whose result is zero, or much too small, if their argument is.
-_PASSING = CASTS | {aten.mul, aten.div, aten.sqrt, aten.sum, aten.mean}
+_PASSING = CASTS | {aten.mul, aten.div, aten.sqrt, aten.sum, aten.mean, aten.mm, aten.bmm, aten.clamp, aten.clamp_min}
+#: Operators whose result depends on the magnitude of the smallest values.
+_LOGARITHMS = frozenset({aten.log, aten.log2, aten.log10})
 #: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
 _DECIDING = frozenset(
     {
@@ -154,6 +160,7 @@ class SecondComputation:
         left = [(name, each) for name, each in self._parameters if by_hand or not each.requires_grad]
         self._kept = KeptSums(others, narrow_storages(buffers), narrow_storages(left))
         self._choices = Choices()
+        self._casts = CachedCasts(self._parameters)
         self._divided = DividedGradients(self._parameters)
         self._flushes = Flushes()
         #: Recomputes the optimizer that is stepping; None while none is.
@@ -197,6 +204,7 @@ class SecondComputation:
                 self._broken.exponential(args[0])
             if is_in_forward():
                 self._edges.called(func.overloadpacket, args)
+                self._read_casts(func, args)
                 if func.overloadpacket in DIFFERENCES and self._readers and not kwargs:
                     self._subtract_large(func, args)
             self._effects.weigh(args)
@@ -205,11 +213,18 @@ class SecondComputation:
             rows_of = single_operators(func, args)
             if rows_of is None:
                 return list(filter(None, [self._prepare(func, args, kwargs)]))
-            found = [(place, self._prepare(one, row, kwargs)) for place, (one, row) in enumerate(rows_of)]
+            found = [(place, self._prepare(one, row, kwargs | more)) for place, (one, row, more) in enumerate(rows_of)]
             return [each._replace(place=place) for place, each in found if each is not None]
         except Exception:
             self.skipped[func.overloadpacket.__name__] += 1
             return []
+
+    def _read_casts(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Record the first operator that takes an outdated cast of a weight. Waits for the device."""
+        if not self._found[StaleCasts] and (weight := self._casts.outdated(args)):
+            names = (func.overloadpacket.__name__, innermost_line(sys._getframe()), self._phase, weight)
+            text = dtype_name(self._narrow)
+            self._found[StaleCasts].append(StaleCasts(name=self._module(), names=names, text=text, steps=1))
 
     def _subtract_large(self, func: Any, args: tuple[Any, ...]) -> None:
         """Record a difference of numbers that FP32 had rounded before. Waits for the device."""
@@ -319,6 +334,8 @@ class SecondComputation:
             if is_decision(result):
                 self._keep_decision(pending, result)
                 return
+            if func.overloadpacket is aten._to_copy:
+                self._casts.made(pending.given[0][0], results[0])
             if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0]):
                 return
             if func.overloadpacket is aten.topk:
@@ -376,7 +393,9 @@ class SecondComputation:
         if not is_finite(value):
             self._broken.judge(pending, value, twin, local(), partial(self._record, pending, value))
             return
-        if pending.node is None and is_in_forward():
+        # A merge of trained adapters into weights that persist has a node.
+        is_kept = pending.old is not None and self._kept.keeps(pending.given[0][0])
+        if is_in_forward() and (pending.node is None or is_kept):
             self._follow_flushed(pending, value, local)
             if is_rounded:
                 self._compare_kept(pending, value, twin, local)
@@ -395,11 +414,12 @@ class SecondComputation:
                 self._compare_errors(pending, value, twin)
 
     def _follow_flushed(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
-        """Follow values that FP16 has flushed into a tensor that persists from step to step."""
+        """Follow values that FP16 has flushed into a tensor that persists from step to step, or into a logarithm."""
         args, operator = pending.given[0], pending.func.overloadpacket
         is_kept = pending.func._schema.is_mutable and self._kept.keeps(args[0])
-        if is_kept or operator in _PASSING:
-            self._flushes.passed_on(args[is_kept:], value, is_kept)
+        if is_kept or operator in _PASSING | _LOGARITHMS:
+            taker = operator.__name__ * (operator in _LOGARITHMS)
+            self._flushes.passed_on(args[is_kept:], value, is_kept, taker)
         if value.dtype is torch.float16 and not is_kept:
             self._flushes.made(value, local(), partial(self._record, pending, value))
 
@@ -489,11 +509,13 @@ class SecondComputation:
         if not inherited >= _CANCELLED or self._kept.is_compensated(value):
             return
         before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
-        if before <= _UNCANCELLED:
+        place = _SATURATING.get(pending.func.overloadpacket)
+        is_lost = place is not None and not bool(value.any())
+        if before <= _UNCANCELLED or is_lost:
             off = value.float() - twin
-            origin = self._origins.of([value]) if is_in_forward() else ()
+            origin = self._origins.of([pending.given[0][place] if place else value]) if is_in_forward() or place else ()
             record = self._record(pending, value, AmplifiedError, *origin, before=before, after=inherited)
-            self._add(pending, record, off)
+            self._add(pending, _at_its_line(record) if place else record, off)
 
     def _add(self, pending: Pending, record: Record, off: torch.Tensor) -> None:
         """Add the record of an operator's result; ``off``: its error, whose effect on the loss may become known."""
@@ -529,7 +551,7 @@ class SecondComputation:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
         found += [*self._flushes.casts.values(), *self._coarse.values()]
-        firsts: tuple[type[Record], ...] = (CastToFP8, ChangedIntegers, Positions, Ties)
+        firsts: tuple[type[Record], ...] = (CastToFP8, ChangedIntegers, Positions, StaleCasts, Ties)
         found += self._broken.records()
         found += [each for kind in firsts for each in self._found[kind][:1]]
         found += [*self._edges.records(), *self._choices.used]
@@ -637,11 +659,13 @@ def _at_its_line(record: Any) -> Any:
     node = torch._C._current_autograd_node()
     if node is None:
         return record
-    operator, line, phase = record.names
+    operator, line, phase, *origin = record.names
     if isinstance(node, torch.autograd.function.BackwardCFunction):
-        return replace(record, names=(operator, line, f"backward of {type(node).__name__.removesuffix('Backward')}"))
+        return replace(
+            record, names=(operator, line, f"backward of {type(node).__name__.removesuffix('Backward')}", *origin)
+        )
     # The line of torch's own nodes is the one that calls the backward.
-    return replace(record, names=(operator, "", phase))
+    return replace(record, names=(operator, "", phase, *origin))
 
 
 def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:

@@ -124,7 +124,8 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the second computation of the operator that runs; None for a part of a validation."""
         if self._second is None or torch._C._current_autograd_node() is not None:
             return self._second
-        if self.in_optimizer and not self._running.depth:
+        # A closure, as Lightning's, enables gradients again for the loop's own code.
+        if self.in_optimizer and not self._running.depth and not torch.is_grad_enabled():
             return self._second.of_optimizer
         return None if self._running.evaluates else self._second
 

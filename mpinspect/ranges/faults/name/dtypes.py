@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
+from mpinspect.ranges.faults.name.operators import found_at
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import AutocastElsewhere, ParametersCast, StaleCasts, StatesCast
 from mpinspect.reporting.sentences import Sentences
@@ -114,6 +115,10 @@ class _Stale(Sentences):
         "In step {step} the forward ran in the autocast region in which the optimizer had stepped. Autocast's cache still held "
         "the 16-bit casts of the weights from before the step, so the forward did not see the update."
     )
+    OLD_CAST = (
+        "In step {step}, in {place}, the forward took the 16-bit cast of {weight!r} out of autocast's cache, which held "
+        "the values from before the weight changed."
+    )
     EACH_FORWARD = (
         "Open autocast around each forward and its loss alone, so that it casts the new weights; or switch "
         "its cache off."
@@ -128,11 +133,16 @@ class _Stale(Sentences):
 
 
 def _stale_casts(case: Case) -> Iterator[Found]:
-    """A forward in an autocast region in which the weights have been updated since it began.
+    """A forward in an autocast region in which the weights have changed since it cast them.
 
     False alarms: It is measured. A loop that clears the cache by itself (torch.clear_autocast_cache) is not reported.
     """
-    for stale in case.recorded(StaleCasts):
+    found = sorted(case.recorded(StaleCasts), key=lambda each: len(each.names))
+    for stale in found[:1]:
+        if stale.names:
+            words = {"weight": stale.names[3]}
+            yield found_at(stale, _Stale.OLD_CAST, _Stale.EACH_FORWARD, _Stale.REGION, words)
+            continue
         yield Found(
             _Stale.OLD_CASTS,
             {"measured_steps": stale.steps},

@@ -180,6 +180,7 @@ def _sum_stops(case: Case) -> Iterator[Found]:
     """
     flushed = _flushed_lines(case)
     moments = {found.evidence["state"] for found in moments_cannot_decay(case) if not found.is_inferred}
+    summed = {growing.names[:2] for growing in case.recorded(GrowingSum)}
     for frozen in by_place(case.recorded(FrozenBuffer), "unchanged"):
         buffer = frozen.names[-1]
         if frozen.names[1] in flushed or (optimizer_of(frozen) and buffer in moments):
@@ -187,7 +188,8 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             continue
         changes = _SCALING.get(frozen.names[0].strip("_"), "additions")
         is_scaled = changes not in ("additions", "interpolations")
-        fix, code = _Kept.IN_FP32, _Kept.CAST
+        is_sum = frozen.names[:2] in summed
+        fix, code = (_Kept.NUMBER, _Kept.ITEM) if is_sum else (_Kept.IN_FP32, _Kept.CAST)
         if is_scaled:
             fix, code = _Kept.SCALED_IN_FP32, _Kept.FLOAT
         if buffer:
@@ -207,7 +209,9 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             "sort": sort,
             "path": quoted(buffer),
             "changes": changes,
-            "such_as": ("a moving average", "a schedule or a decaying average")[is_scaled],
+            "such_as": "a sum of losses"
+            if is_sum
+            else ("a moving average", "a schedule or a decaying average")[is_scaled],
         }
         yield found_at(frozen, _Kept.ROUNDED.when(frozen.rounded) or says, fix, code, words)
     stopped = {frozen.names[:2] for frozen in case.recorded(FrozenBuffer)}
@@ -229,6 +233,7 @@ class _Flush(Sentences):
         "exact values are up to {largest:.2g}; FP16 flushes magnitudes of 3e-8 and below."
     )
     TAKEN = "A tensor that persists from step to step takes them."
+    OF_LOGARITHM = "A logarithm takes them, whose result depends on the magnitudes of small values."
     CAST = (
         "In step {step}, in {place}, a cast to {dtype:format} flushes {flushed:percent} of {count:count non-zero value} to zero. "
         "They are up to {largest:.2g}; {dtype:format} flushes magnitudes of 2^{edge} and below."
@@ -259,9 +264,10 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
     divided = {each.text for each in case.recorded(DividedInHalf)}
     for flushed in by_place(case.recorded(FlushedResult), "flushed"):
         if flushed.text not in _FP8_TYPES and flushed.names[1] not in divided:
-            taken = _Flush.TAKEN.when(not optimizer_of(flushed))
-            words = {"count": int(flushed.elements)}
-            yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, _Flush.FLOAT, words)
+            is_of_log = any(flushed.names[3:])
+            taken = _Flush.OF_LOGARITHM.when(is_of_log) or _Flush.TAKEN.when(not optimizer_of(flushed))
+            words, code = {"count": int(flushed.elements)}, _Flush.FLOAT.when(not is_of_log)
+            yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, code or (), words)
 
 
 def _casts_flush(case: Case) -> Iterator[Found]:
@@ -327,6 +333,7 @@ class _Left(Sentences):
     IN_INT64 = "# x, y in int64 or FP64,\n# as the data have them\ndifference = (x - y).float()"
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
+    ORIGIN_IN_FP32 = "Compute {origin_operator} in FP32 in {origin_place}, and keep its result in FP32."
     DIFFERENCE = (
         "with torch.autocast({device_type}, enabled=False):\n"
         "    # from inputs in FP32\n"
@@ -363,7 +370,8 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             _, _, step = beginning(born, first)
         off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "more than 1,000%"
         origin = origin_of(cancelled)
-        fix = Born.FROM_ORIGIN_IN_FP32.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32
+        from_origin = _Left.ORIGIN_IN_FP32 if cancelled.names[2] == "backward" else Born.FROM_ORIGIN_IN_FP32
+        fix = from_origin.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32
         is_subtracted = cancelled.names[0].strip("_") in ("sub", "rsub") and not origin
         yield found_at(
             cancelled,

@@ -31,6 +31,8 @@ _IN_WORDS = {
     "bmm": "a batched matrix product",
     "_softmax": "softmax",
     "rsub": "a difference",
+    "sigmoid_backward": "the gradient of sigmoid",
+    "tanh_backward": "the gradient of tanh",
 }
 #: The binary operators as code.
 _SIGNS = {"add": "+", "sub": "-", "rsub": "-", "mul": "*", "div": "/", **dict.fromkeys(("mm", "bmm", "mv", "dot"), "@")}

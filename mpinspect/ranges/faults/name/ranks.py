@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.comparison import scales_part
+from mpinspect.ranges.analysis.evidence import own_scale
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.rank_ranges import DIFFERS, UNEQUAL
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY, ENDINGS, MISSING, UNFINISHED, ranks_named
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.kinds import phrase
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.session import UNEVEN_INPUTS, Measurement, Progress, RankRecord, RunInfo, Session
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled, steps_named, upper_first, with_power
@@ -454,6 +457,42 @@ def _summed_in_16_bits(case: Case) -> Iterator[Found]:
         )
 
 
+class _OnTheWay(Sentences):
+    FLUSHED = (
+        "The gradients are cast to FP16 for the sum over the ranks, at a loss scale of {scale:g}: {flushed:percent} of the "
+        "non-zero elements of {weight!r} become zero. {count:count gradient} lost too much there."
+    )
+    SUM_IN_FP32 = (
+        "Sum in FP32: no compressing hook under DistributedDataParallel, MixedPrecisionPolicy(reduce_dtype=torch.float32) for "
+        "fully_shard. Under NCCL, BF16 (bf16_compress_hook) has the range of FP32 in half the bytes."
+    )
+    HOOK = "# in place of fp16_compress_hook\nhook = default_hooks.allreduce_hook\nddp.register_comm_hook(None, hook)"
+
+
+def _flushed_on_the_way(case: Case) -> Iterator[Found]:
+    """Gradients that fit FP32 and lose too much in FP16, in which the ranks' gradients are summed.
+
+    False alarms: The counts are those of the gradients before the sum. A loss that the loop scales by hand counts as scaled.
+    """
+    decision = case.advised.decision
+    if FLOAT16.name not in case.precision.reduced or decision is None:
+        return
+    scale = own_scale(case.session)[0] or 1.0
+    log2_scale = math.floor(math.log2(scale))
+    lost = [each for each in decision.losses if each.key.kind == WEIGHT_GRADIENT and each.log2_lowest > log2_scale]
+    if lost:
+        flushed = [each.gradient.histogram.flushed_fraction(FLOAT16, log2_scale) for each in lost]
+        worst = max(flushed)
+        yield Found(
+            _OnTheWay.FLUSHED,
+            {"flushed": worst, "gradients": len(lost), "loss_scale": scale},
+            {"weight": lost[flushed.index(worst)].key.name, "count": len(lost), "scale": scale},
+            _OnTheWay.SUM_IN_FP32,
+            _OnTheWay.HOOK,
+            layer=lost[flushed.index(worst)].key.name,
+        )
+
+
 RANK_ENDED_EARLY = Fault("rank-ended-early", "error", _ended_early, (_Ended,))
 FAULTS = (
     Fault("rank-missing", "warning", _rank_missing, (_Missing,)),
@@ -464,4 +503,5 @@ FAULTS = (
     Fault("rank-steps-differ", "warning", _rank_steps_differ, (_Steps,)),
     Fault("rank-settings-differ", "warning", _rank_settings_differ, (_Settings,)),
     Fault("gradients-summed-in-16-bits", "warning", _summed_in_16_bits, (_Summed,)),
+    Fault("gradients-flushed-in-sum", "warning", _flushed_on_the_way, (_OnTheWay,)),
 )

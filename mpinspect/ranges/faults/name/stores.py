@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.precision import SQUARES
@@ -17,6 +18,7 @@ from mpinspect.ranges.records import (
     MastersOverwritten,
     MastersStale,
     ParametersCast,
+    UpdateEffect,
     WeightGrowth,
 )
 from mpinspect.ranges.session import Event, OptimizerRecord
@@ -85,6 +87,10 @@ class _Updates(Sentences):
         "{worst:some} is stored in {format:format}, and rounding loses {lost_fraction:percent} of its updates{sampled}."
     )
     ALL = "Nearly no update changes a weight: the model hardly trains."
+    EFFECT = (
+        "In the steps that were computed twice, the rounded updates lower the loss, to first order, by {effect:percent} of the "
+        "decrease of the exact ones."
+    )
     FP32_WEIGHTS = "Keep all weights in FP32: autocast casts the operands of each product."
     FP32_WEIGHTS_OR_MASTERS = (
         "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights."
@@ -126,7 +132,9 @@ def _updates_lost(case: Case) -> Iterator[Found]:
     An optimizer whose step draws random numbers is taken to round stochastically, which loses nothing on average; one that keeps
     what rounding cuts off in a state (Kahan's summation), as the state's values show, adds it later.
 
-    It is an error if all weights are in 16 bits and rounding loses 99% of the updates, in five sampled steps or more.
+    It is an error if all weights are in 16 bits and rounding loses 99% of the updates, in five sampled steps or more. It is
+    information if the rounded updates of steps that were computed twice lower the loss by 90% of the exact ones' decrease, to
+    first order: those that are lost are small, or belong to few weights.
 
     False alarms: An optimizer that rounds stochastically with numbers of its own, and one that keeps what rounding cuts off in
     units of its own or for weights all of about the same magnitude, or whose updates have not added up to a weight's spacing yet
@@ -141,8 +149,14 @@ def _updates_lost(case: Case) -> Iterator[Found]:
         says, which = _who_loses(lost, case)
         is_all = _are_all_lost(lost, case)
         converted, since = _converted(case)
+        effect = _effect_of_rounded(case) if lost.is_fault else None
         yield Found(
-            (says, _Updates.ALL.when(is_all), converted and converted.when(lost.is_fault)),
+            (
+                says,
+                _Updates.ALL.when(is_all),
+                _Updates.EFFECT.when(effect is not None),
+                converted and converted.when(lost.is_fault),
+            ),
             {
                 "format": lost.storage,
                 "lost_fraction": lost.fraction,
@@ -154,14 +168,27 @@ def _updates_lost(case: Case) -> Iterator[Found]:
                 "which": which,
                 "worst": [name for name in ordered if told[name].fraction == highest],
                 "sampled": _sampled(case),
+                "effect": effect,
                 **since,
             },
             fix,
             code,
             layer=ordered[0],
             is_grave=is_all,
-            is_mild=not lost.is_fault,
+            is_mild=not is_all and (not lost.is_fault or (effect or 0.0) >= 1 - _LOST_TOLERANCE),
         )
+
+
+def _effect_of_rounded(case: Case) -> float | None:
+    """Return the loss's decrease by the rounded updates, as a part of that by the exact ones; None if it was not measured.
+
+    A step that was computed twice stands for all up to the next one.
+    """
+    found = list(case.recorded(UpdateEffect))
+    steps = sorted({each.step for each in found})
+    spans = dict(zip(steps, (end - step for step, end in pairwise((*steps, case.progress.steps))), strict=True))
+    exact = sum(each.exact * spans[each.step] for each in found)
+    return max(sum(each.rounded * spans[each.step] for each in found) / exact, 0.0) if exact > 0 else None
 
 
 def no_weight_changes(case: Case) -> bool:

@@ -497,7 +497,14 @@ def _parameters_not_optimized(case: Case) -> Iterator[Found]:
 
 WITHOUT_GRADIENT = (
     Fault("gradients-missing", "warning", _gradients_missing, (_Missing,)),
-    Fault("gradients-all-zero", "warning", _gradients_all_zero, (_Zero, _Silent)),
+    Fault(
+        "gradients-all-zero",
+        "warning",
+        _gradients_all_zero,
+        (_Zero, _Silent),
+        ("result-is-rounding-error",),
+        is_of_every_step=True,
+    ),
     Fault("parameters-not-optimized", "warning", _parameters_not_optimized, (_NotOptimized,)),
 )
 NEVER_FIRED = Fault("never-fired", "info", _never_fired, (_NeverFired,))
