@@ -36,6 +36,8 @@ _DECOUPLED = ("AdamW", "Lion", "NAdamW", "Muon", "Adafactor")
 #: Share of lost updates or gradients above which a warning is given. For comparison: a digits classifier trained by SGD with
 #: FP16 weights and no FP32 masters lost 87% of its updates, and its loss ended at 0.298 against 0.160.
 _LOST_TOLERANCE = 0.1
+#: Least decrease of the loss by rounded updates, as a part of that by the exact ones, that makes the lost ones information.
+_HARMLESS = 0.98
 #: Adam's largest update, as a multiple of the learning rate, is (1 - beta1) / sqrt(1 - beta2), 3.2 by default. Larger ones are
 #: a fault, and from the second number on an error.
 _LARGEST_UPDATE, _HUGE_UPDATE = 10.0, 100.0
@@ -133,7 +135,7 @@ def _updates_lost(case: Case) -> Iterator[Found]:
     what rounding cuts off in a state (Kahan's summation), as the state's values show, adds it later.
 
     It is an error if all weights are in 16 bits and rounding loses 99% of the updates, in five sampled steps or more. It is
-    information if the rounded updates of steps that were computed twice lower the loss by 90% of the exact ones' decrease, to
+    information if the rounded updates of steps that were computed twice lower the loss by 98% of the exact ones' decrease, to
     first order: those that are lost are small, or belong to few weights.
 
     False alarms: An optimizer that rounds stochastically with numbers of its own, and one that keeps what rounding cuts off in
@@ -175,7 +177,7 @@ def _updates_lost(case: Case) -> Iterator[Found]:
             code,
             layer=ordered[0],
             is_grave=is_all,
-            is_mild=not is_all and (not lost.is_fault or (effect or 0.0) >= 1 - _LOST_TOLERANCE),
+            is_mild=not is_all and (not lost.is_fault or (effect or 0.0) >= _HARMLESS),
         )
 
 
