@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -12,10 +12,19 @@ import torch
 
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums
-from mpinspect.ranges.faults.measure.operands import DIFFERENCES, NARROW, Pending, local_result, narrow_storages
+from mpinspect.ranges.faults.measure.operands import (
+    DIFFERENCES,
+    NARROW,
+    Pending,
+    has_numbers,
+    local_result,
+    narrow_storages,
+)
+from mpinspect.ranges.faults.measure.repeats import Repeats
 from mpinspect.ranges.faults.measure.second import SUMS, SecondComputation
 from mpinspect.ranges.faults.measure.twins import is_finite
 from mpinspect.ranges.records import LostSum, Record, RoundedConstant
+from mpinspect.runtime.compiled_graphs import Captured, Compiled
 from mpinspect.runtime.outputs import leaves
 
 aten = torch.ops.aten
@@ -38,17 +47,60 @@ class WholeStep(SecondComputation):
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
         by_hand: bool = False,
     ) -> None:
-        super().__init__(module, parameters, buffers, by_hand)
+        parameters = list(parameters)
+        self._repeats = Repeats(parameters, self._repeated, self._differentiated, self._not_repeated)
+        super().__init__(
+            lambda: module() if self._repeats.path is None else self._repeats.path, parameters, buffers, by_hand
+        )
         self._of_optimizers: list[OptimizerArithmetic] = []
+        #: Whether a result of the running graph is finite, and not in its eager form.
+        self._is_masked = False
+
+    def calls_graphs(self, captured: Captured, compiled: Compiled, args: tuple[Any, ...]) -> Any:
+        """Run a compiled graph, and compute its eager form twice."""
+        before, self._is_masked = len(self._broken.born), False
+        results = self._repeats.call(captured, compiled, args, is_repeated=self.of_optimizer is None)
+        if self._is_masked:
+            del self._broken.born[before:]
+        return results
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
+        """Prepare an operator's second run; operators of compiled code are left out."""
+        return [] if self._repeats.hides_operator() else super().before(func, args, kwargs)
+
+    def _repeated(self, result: torch.Tensor, eager: torch.Tensor | None) -> bool:
+        """Let a result of compiled code have the twin of its eager form's; return whether one is finite if the other is."""
+        self._kept.made([result])
+        if eager is None or not has_numbers(eager) or not has_numbers(result):
+            return True
+        twin = self.twin(eager)
+        if twin is not None and result.shape == twin.shape:
+            self._keep(result, twin, is_cast=False, is_ours=False)
+        # A backend that fuses operators does not round between them.
+        is_masked = is_finite(result) and not is_finite(eager)
+        self._is_masked |= is_masked
+        return not is_masked
+
+    def _differentiated(self, name: str, gradient: torch.Tensor) -> None:
+        """Compare a parameter's gradient in the eager form of compiled code."""
+        if has_numbers(gradient) and self.twin(gradient) is not None:
+            self._errors[name] = max(self._error(gradient), self._errors.get(name, 0.0))
+
+    def _not_repeated(self, error: Exception) -> None:
+        self.skipped[f"a compiled graph ({error!r})"] += 1
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the arithmetic of an optimizer."""
-        self.of_optimizer = OptimizerArithmetic(optimizer, self._parameters)
+        self.of_optimizer = OptimizerArithmetic(optimizer, self._parameters, self._repeats.hides_operator)
         self._of_optimizers.append(self.of_optimizer)
 
     def optimizer_stepped(self) -> None:
         """End the arithmetic of the optimizer."""
         self.of_optimizer = None
+
+    def _end(self) -> None:
+        super()._end()
+        self._repeats.is_over = True
 
     def records(self) -> list[Record]:
         """Return the records of the forwards and backwards, then those of the optimizers."""
@@ -64,9 +116,12 @@ class OptimizerArithmetic(SecondComputation):
     Args:
         optimizer: is about to step.
         parameters: the model's parameters by name.
+        is_hidden: returns whether the operator that is about to run is left out.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: _Parameters) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: _Parameters, is_hidden: Callable[[], bool] = bool
+    ) -> None:
         super().__init__(lambda: "", parameters)
         self._phase = f"step of {type(optimizer).__name__}"
         # The settings of torch's own show which of its states can't change: see moments-cannot-decay.
@@ -81,12 +136,13 @@ class OptimizerArithmetic(SecondComputation):
         others = (*stepped, *(each.grad for each in stepped))
         self._kept = KeptSums(others, narrow_storages(states), {})
         self._readers = {}
+        self._is_hidden = is_hidden
         #: Elements of the operator that is being prepared.
         self._elements = 0
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
         """Prepare an operator's second run; operators in FP32 and those of a closure are left out."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self._is_hidden():
             return []
         if not self._twins.bytes and not any(map(_is_narrow, leaves((*args, *kwargs.values())))):
             return []

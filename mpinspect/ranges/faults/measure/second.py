@@ -182,6 +182,8 @@ class SecondComputation:
         self._additions = Additions(self._kept)
         #: The first difference of numbers too large for FP32 at each line.
         self._coarse: dict[str, AmplifiedError] = {}
+        #: The errors of weights' gradients that are in no ``.grad``.
+        self._errors: dict[str, float] = {}
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -555,7 +557,7 @@ class SecondComputation:
 
     def _gradients_error(self) -> tuple[float | None, str]:
         """Return the largest relative error of a weight's gradient, and the weight; None if none can be compared."""
-        errors = {
+        errors = self._errors | {
             name: self._error(parameter.grad)
             for name, parameter in self._parameters
             if parameter.grad is not None and has_numbers(parameter.grad) and self.twin(parameter.grad) is not None
