@@ -18,8 +18,8 @@ from mpinspect.run.models.inspected_models import InspectedModels
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Seen
 from mpinspect.run.record import TRACE
-from mpinspect.runtime.compiled_graphs import KEEPING
-from mpinspect.runtime.dispatch import doubt, is_any_compiled, obstacle
+from mpinspect.runtime.compiled_graphs import KEEPING, is_any_compiled
+from mpinspect.runtime.dispatch import doubt, obstacle
 from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.wrappers import named_plainly, submodules
 

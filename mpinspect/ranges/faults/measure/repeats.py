@@ -191,14 +191,15 @@ class _Backward:
         self.results, self.inputs, self._run, self._failed = results, inputs, run, failed
         self.gradients: dict[int, torch.Tensor] = {}
 
-    def arrived(self, place: int, gradient: torch.Tensor) -> None:
-        """Keep a result's gradient."""
+    def arrived(self, place: int, gradient: torch.Tensor | None) -> None:
+        """Keep a result's gradient; None belongs to a result that this backward does not reach."""
         try:
-            if self.results and not self.gradients:
+            if gradient is None or not self.results:
+                return
+            if not self.gradients:
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(_disabled(self._ended))
-            if self.results:
-                self.gradients[place] = gradient
+            self.gradients[place] = gradient
         except Exception as error:
             self.results, self.inputs = [], {}
             self._failed(error)

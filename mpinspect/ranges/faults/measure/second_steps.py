@@ -20,8 +20,8 @@ from mpinspect.ranges.capture.weights import RarerWork
 from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.second import SecondComputation
-from mpinspect.runtime.compiled_graphs import KEEPING
-from mpinspect.runtime.dispatch import doubt, is_any_compiled, obstacle
+from mpinspect.runtime.compiled_graphs import KEEPING, is_any_compiled
+from mpinspect.runtime.dispatch import doubt, obstacle
 from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.hooks import HandleList
 from mpinspect.runtime.wrappers import named_plainly, plain_names
