@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 
 import mpinspect
 from mpinspect.ranges.faults.measure import repeats
+from mpinspect.runtime import compiled_graphs
 from mpinspect.runtime.compiled_graphs import KEEPING
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
@@ -197,6 +198,43 @@ def test_an_infinity_that_the_backend_avoids_is_not_reported():
     assert not [each for each in training.inspector.session().measurements if each.what == "second-born"]
 
 
+def test_other_random_numbers_of_the_backend_are_no_error():
+    class Dropped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.drop = nn.Linear(8, 64), nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(self.fc(x))
+
+    def chosen(output):
+        return (output.gather(-1, output.argmax(-1, keepdim=True)).float() - output.float()).square().mean()
+
+    def compiles(training):
+        whole(training, lambda graph, inputs: lambda *args: (torch.rand(1), graph(*args))[1])
+        training.loss = chosen
+
+    training = Training(compiles, Dropped).trained(second=[1])
+    assert {each.what for each in training.inspector.session().measurements if "second" in each.what} == {
+        "second-lines"
+    }
+
+
+def test_a_result_that_the_loss_does_not_have_is_left_out():
+    class Twofold(Network):
+        def forward(self, x):
+            x = super().forward(x)
+            return x, x + 1
+
+    def compiles(training):
+        whole(training)
+        training.loss = lambda outputs: loss_of(outputs[0])
+
+    training = Training(compiles, Twofold).trained(second=[1])
+    assert training.found("sum-loses-terms")
+    assert not any("Left out" in note for note in training.inspector.session().notes)
+
+
 def test_a_failure_costs_the_graph_alone(monkeypatch):
     plain = Training(whole).trained()
     monkeypatch.setattr(repeats._Eager, "run_node", lambda *_: 1 / 0)
@@ -230,10 +268,24 @@ def test_an_error_within_an_autocast_leaves_it(monkeypatch):
     torch.autocast_decrement_nesting()
 
 
-def test_code_compiled_before_is_noted(monkeypatch):
-    training = Training(whole)
+def _compiled_before(training, monkeypatch):
     monkeypatch.setattr(KEEPING, "_kept", 0)
     training.step()
+
+
+def _without_names(training, monkeypatch):
+    monkeypatch.setattr(compiled_graphs, "_source", lambda argument: argument.meta["missing"])
+
+
+def _of_older_torch(training, monkeypatch):
+    monkeypatch.setattr(compiled_graphs, "_COMPILES_IN_MODES", False)
+
+
+@pytest.mark.parametrize("hides", [_compiled_before, _without_names, _of_older_torch])
+def test_code_compiled_out_of_sight_is_noted(monkeypatch, hides):
+    training = Training(whole)
+    monkeypatch.setattr(KEEPING, "_kept", 0)
+    hides(training, monkeypatch)
     training.trained(second=[1])
     assert not training.found("sum-loses-terms")
     assert any("compiled by torch.compile before" in note for note in training.inspector.session().notes)
