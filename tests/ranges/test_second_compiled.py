@@ -6,10 +6,13 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 
 import mpinspect
 from mpinspect.ranges.faults.measure import repeats
+from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.runtime import compiled_graphs
 from mpinspect.runtime.compiled_graphs import KEEPING
 
@@ -196,6 +199,63 @@ def test_an_infinity_that_the_backend_avoids_is_not_reported():
 
     training = Training(partial(whole, backend=fused), Masked).trained(second=[1])
     assert not [each for each in training.inspector.session().measurements if each.what == "second-born"]
+
+
+@pytest.mark.parametrize("avoids", [True, False])
+def test_an_infinity_of_the_backward_is_reported_unless_the_backend_avoids_it(avoids):
+    class Amplified(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.fc(x).half() * 100
+
+    def finite(graph, inputs):
+        return make_boxed_func(
+            lambda *args: [each if each is None else each.nan_to_num(0.0, 1.0, -1.0) for each in graph(*args)]
+        )
+
+    def compiles(training):
+        backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=finite)
+        whole(training, backend if avoids else "aot_eager")
+        training.loss = lambda output: output.float().sum() * 1e3
+
+    training = Training(compiles, Amplified).trained(second=[1])
+    records = [each for each in training.inspector.session().measurements if each.what == "second-born"]
+    assert [each.names[2] for each in records] == ([] if avoids else ["backward"])
+
+
+def test_a_buffer_that_unrepeated_code_overwrites_is_exact(monkeypatch):
+    class Averaging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+            self.register_buffer("mean", torch.zeros(8, dtype=torch.bfloat16))
+
+        def forward(self, x):
+            y = self.fc(x)
+            with torch.no_grad():
+                self.mean.add_(y.mean(0) / 3)  # gives the buffer a twin
+                self.replace(y)
+            return y
+
+        def replace(self, y):
+            self.mean.copy_(self.mean.flip(0) + y[0])
+
+    def compiles(training):
+        training.model.replace = torch.compile(training.model.replace, backend="aot_eager")
+
+    twins, records = [], WholeStep.records
+
+    def ended(second):
+        twins.append(second.twin(training.model.mean))
+        return records(second)
+
+    monkeypatch.setattr(WholeStep, "records", ended)
+    training = Training(compiles, Averaging)
+    training.trained(second=[1])
+    assert twins == [None]
 
 
 def test_other_random_numbers_of_the_backend_are_no_error():

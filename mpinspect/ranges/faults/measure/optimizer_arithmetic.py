@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -48,43 +49,61 @@ class WholeStep(SecondComputation):
         by_hand: bool = False,
     ) -> None:
         parameters = list(parameters)
-        self._repeats = Repeats(parameters, self._repeated, self._differentiated, self._not_repeated)
+        self._repeats = Repeats(
+            parameters, self._unless_avoided, self._repeated, self._differentiated, self._not_repeated
+        )
         super().__init__(
             lambda: module() if self._repeats.path is None else self._repeats.path, parameters, buffers, by_hand
         )
         self._of_optimizers: list[OptimizerArithmetic] = []
-        #: Whether a result of the running graph is finite, and not in its eager form.
-        self._is_masked = False
+        #: Whether compiled code has something finite that is not finite in its eager form.
+        self._is_avoided = False
 
     def calls_graphs(self, captured: Captured, compiled: Compiled, args: tuple[Any, ...]) -> Any:
         """Run a compiled graph, and compute its eager form twice."""
-        before, self._is_masked = len(self._broken.born), False
-        results = self._repeats.call(captured, compiled, args, is_repeated=self.of_optimizer is None)
-        if self._is_masked:
-            del self._broken.born[before:]
-        return results
+        return self._repeats.call(captured, compiled, args, is_repeated=self.of_optimizer is None)
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
         """Prepare an operator's second run; operators of compiled code are left out."""
         return [] if self._repeats.hides_operator() else super().before(func, args, kwargs)
 
+    @contextmanager
+    def _unless_avoided(self) -> Iterator[None]:
+        """Drop the infinities of an eager form that compiled code avoids: it does not round between fused operators."""
+        before, self._is_avoided = len(self._broken.born), False
+        yield
+        if self._is_avoided:
+            del self._broken.born[before:]
+
     def _repeated(self, result: torch.Tensor, eager: torch.Tensor | None) -> bool:
-        """Let a result of compiled code have the twin of its eager form's; return whether one is finite if the other is."""
+        """Let a result of compiled code have the twin of its eager form's; return whether it avoids no infinity.
+
+        Without an eager form, the result is taken as exact.
+        """
         self._kept.made([result])
+        if eager is None:
+            self._forget([result])
         if eager is None or not has_numbers(eager) or not has_numbers(result):
             return True
         twin = self.twin(eager)
         if twin is not None and result.shape == twin.shape:
             self._keep(result, _exact(result, eager, twin), is_cast=False, is_ours=False)
-        # A backend that fuses operators does not round between them.
-        is_masked = is_finite(result) and not is_finite(eager)
-        self._is_masked |= is_masked
-        return not is_masked
+        return self._agrees(result, eager)
 
-    def _differentiated(self, name: str, gradient: torch.Tensor) -> None:
-        """Compare a parameter's gradient in the eager form of compiled code."""
-        if has_numbers(gradient) and self.twin(gradient) is not None:
+    def _differentiated(self, argument: torch.Tensor, name: str, gradient: torch.Tensor) -> None:
+        """Compare the gradient of a graph's argument, such as a parameter, in the eager form of compiled code."""
+        if not has_numbers(gradient):
+            return
+        if self.twin(gradient) is not None:
             self._errors[name] = max(self._error(gradient), self._errors.get(name, 0.0))
+        if argument.is_leaf and argument.grad is not None and has_numbers(argument.grad):
+            self._agrees(argument.grad, gradient)
+
+    def _agrees(self, ran: torch.Tensor, eager: torch.Tensor) -> bool:
+        """Return whether a tensor of compiled code avoids no infinity of the eager form."""
+        is_avoided = is_finite(ran) and not is_finite(eager)
+        self._is_avoided |= is_avoided
+        return not is_avoided
 
     def _not_repeated(self, error: Exception) -> None:
         self.skipped[f"a compiled graph ({error!r})"] += 1

@@ -10,9 +10,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
@@ -29,26 +29,41 @@ from mpinspect.runtime.user_line import called_at, innermost_place
 _NESTED = ("tag_activation_checkpoint", "wrap")
 
 
+class _Input(NamedTuple):
+    """An argument of a graph that takes a gradient, its name, and the leaf that stands for it in the eager form."""
+
+    argument: torch.Tensor
+    name: str
+    own: torch.Tensor
+
+
+#: The results of an eager form, and its inputs.
+_Repeated = tuple[list[Any], list[_Input]]
+
+
 class Repeats:
     """Repeats graphs.
 
     Args:
         parameters: the model's parameters by name.
-        made: called with each result of compiled code and that of its eager form, which may be None; returns whether both are
-            finite, or neither.
-        differentiated: called with the names and gradients of parameters, as the eager form has them.
+        observing: makes a context in which a graph runs in both forms, and one in which its eager form's backward runs.
+        made: called with each tensor that compiled code has made or overwritten, and that of its eager form or None; returns
+            whether both are finite, or neither.
+        differentiated: called with the arguments of graphs, their names, and their gradients in the eager form.
         failed: called with the error of a repetition.
     """
 
     def __init__(
         self,
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        observing: Callable[[], AbstractContextManager[None]],
         made: Callable[[torch.Tensor, torch.Tensor | None], bool],
-        differentiated: Callable[[str, torch.Tensor], None],
+        differentiated: Callable[[torch.Tensor, str, torch.Tensor], None],
         failed: Callable[[Exception], None],
     ) -> None:
         self._names = {id(parameter): name for name, parameter in parameters}
-        self._made, self._differentiated, self._failed = made, differentiated, failed
+        self._observing, self._made, self._differentiated = observing, made, differentiated
+        self._failed = failed
         #: The module of the operator that is repeated; None without one.
         self.path: str | None = None
         #: Whether compiled code runs.
@@ -67,23 +82,25 @@ class Repeats:
     def call(self, captured: Captured, compiled: Compiled, args: tuple[Any, ...], is_repeated: bool) -> Any:
         """Run a compiled graph, after its eager form if it trains, and if that is wanted."""
         trains = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-        repeated = self._forward(captured, args) if is_repeated and trains and not self.is_over else None
-        first, self._is_hidden = _get_sequence_nr(), True
-        try:
-            results = compiled(*args)
-        finally:
-            self._is_hidden = False
-            self._nodes.append(range(first, _get_sequence_nr()))
-        try:
-            self._follow(results, repeated, args)
-        except Exception as error:
-            self._failed(error)
+        with self._observing():
+            repeated = self._forward(captured, args) if is_repeated and trains and not self.is_over else None
+            first, versions, self._is_hidden = _get_sequence_nr(), list(map(_version, args)), True
+            try:
+                results = compiled(*args)
+            finally:
+                self._is_hidden = False
+                self._nodes.append(range(first, _get_sequence_nr()))
+            try:
+                written = [each for each, version in zip(args, versions, strict=True) if _version(each) != version]
+                self._follow(results, repeated, args, written)
+            except Exception as error:
+                self._failed(error)
         return results
 
     # -- the forward ------------------------------------------------------------------------------------------------
 
-    def _forward(self, captured: Captured, args: tuple[Any, ...]) -> tuple[list[Any], dict[str, torch.Tensor]] | None:
-        """Run a graph's eager form; return its results and its arguments that take gradients, parameters by their names."""
+    def _forward(self, captured: Captured, args: tuple[Any, ...]) -> _Repeated | None:
+        """Run a graph's eager form; return its results and its arguments that take gradients."""
         with ExitStack() as stack:
             try:
                 if _has_cuda_graphs():
@@ -103,11 +120,11 @@ class Repeats:
                 stack.callback(eager.leave_autocast)
                 with _Undone(inputs, save_all=eager.hides_operators):
                     results = eager.run(*given)
-                return list(results), {
-                    self._names.get(id(each), f"{place}"): own
+                return list(results), [
+                    _Input(each, self._names.get(id(each), f"{place}"), own)
                     for place, (each, own) in enumerate(zip(args, given, strict=True))
                     if _is_plain(own) and own.requires_grad
-                }
+                ]
             except Exception as error:
                 self._failed(error)
                 return None
@@ -127,21 +144,21 @@ class Repeats:
 
     # -- the backward -----------------------------------------------------------------------------------------------
 
-    def _follow(
-        self, results: Any, repeated: tuple[list[Any], dict[str, torch.Tensor]] | None, args: tuple[Any, ...]
-    ) -> None:
-        """Follow the results of compiled code, and repeat their backward when their gradients are known."""
-        eager, inputs = repeated or ([None] * len(results), {})
+    def _follow(self, results: Any, repeated: _Repeated | None, args: tuple[Any, ...], written: list[Any]) -> None:
+        """Follow what compiled code has made and overwritten, and repeat its backward when its gradients are known."""
+        eager, inputs = repeated or ([None] * len(results), [])
         given = set(map(id, args))
         pairs = [
             (own, other)
             for own, other in zip(results, eager, strict=True)
             if isinstance(own, torch.Tensor) and id(own) not in given
         ]
+        # An eager form writes as compiled code does.
+        followed = pairs if repeated else [*pairs, *((each, None) for each in written)]
         with torch.no_grad(), _disable_current_modes():
             are_alike = [
                 self._made(own.detach(), other.detach() if isinstance(other, torch.Tensor) else None)
-                for own, other in pairs
+                for own, other in followed
             ]
         pairs = [(own, other) for own, other in pairs if own.grad_fn is not None and _takes_gradient(other)]
         if not pairs or not inputs or not all(are_alike):
@@ -160,11 +177,13 @@ class Repeats:
         grad = inspect.unwrap(torch.autograd.grad)
         try:
             results = [backward.results[place] for place in backward.gradients]
-            found = grad(results, list(backward.inputs.values()), list(backward.gradients.values()), allow_unused=True)
-            with _disable_current_modes():
-                for name, gradient in zip(backward.inputs, found, strict=True):
-                    if gradient is not None:
-                        self._differentiated(name, gradient)
+            own = [each.own for each in backward.inputs]
+            with self._observing():
+                found = grad(results, own, list(backward.gradients.values()), allow_unused=True)
+                with _disable_current_modes():
+                    for each, gradient in zip(backward.inputs, found, strict=True):
+                        if gradient is not None:
+                            self._differentiated(each.argument, each.name, gradient)
         except Exception as error:
             self._failed(error)
         finally:
@@ -184,7 +203,7 @@ class _Backward:
     def __init__(
         self,
         results: list[torch.Tensor],
-        inputs: dict[str, torch.Tensor],
+        inputs: list[_Input],
         run: Callable[[_Backward], None],
         failed: Callable[[Exception], None],
     ) -> None:
@@ -201,12 +220,12 @@ class _Backward:
                 engine.queue_callback(_disabled(self._ended))
             self.gradients[place] = gradient
         except Exception as error:
-            self.results, self.inputs = [], {}
+            self.results, self.inputs = [], []
             self._failed(error)
 
     def _ended(self) -> None:
         self._run(self)
-        self.results, self.inputs, self.gradients = [], {}, {}
+        self.results, self.inputs, self.gradients = [], [], {}
 
 
 class _Undone(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -342,6 +361,11 @@ def _has_cuda_graphs() -> bool:
     if trees is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
     return trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False) is not None
+
+
+def _version(value: Any) -> int:
+    """Return how often a tensor has been overwritten; 0 for other values."""
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 def _is_plain(value: Any) -> bool:
