@@ -1,6 +1,6 @@
 """Runs every script of the gallery under ``mpinspect run`` and prints which faults were named, with module and step.
 
-    python examples/faults/gallery.py [--only NAME ...] [--jobs N] [--json PATH] [--page PATH] [--peers] [--check]
+    python examples/faults/gallery.py [--only NAME ...] [--jobs N] [--json PATH] [--page PATH] [--runs DIR] [--peers] [--check]
 
 A script's line "# Finding: ID in MODULE, from step N" states its fault; module and step are optional. A fault counts as named
 if a finding above "info" has its id, module and step. A healthy script must have no such finding.
@@ -18,6 +18,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from peers import NOTHING, PEERS
@@ -89,10 +90,10 @@ def _in_module(finding: dict[str, object], fault: Fault) -> bool:
     return str(finding["layer"]).startswith(fault.module)
 
 
-def run(script: str) -> Told:
-    """Run a script under ``mpinspect run`` and read its report."""
+def run(script: str, runs: str | None = None) -> Told:
+    """Run a script under ``mpinspect run`` and read its report; the run is kept in a folder of ``runs``, if one is given."""
     with tempfile.TemporaryDirectory() as folder:
-        log_dir = Path(folder) / "run"
+        log_dir = Path(runs or folder) / Path(script).stem
         command = [sys.executable, "-m", "mpinspect", "run", "--log-dir", str(log_dir), str(HERE / script)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
         report = log_dir / "report.json"
@@ -154,6 +155,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", metavar="PATH", help="write what was told here too")
     parser.add_argument("--page", metavar="PATH", help="renew the page of all diagnoses")
+    parser.add_argument("--runs", metavar="DIR", help="keep the runs, with their pages, in folders of this one")
     parser.add_argument("--peers", action="store_true", help="run the faults under other tools as well")
     parser.add_argument(
         "--check", action="store_true", help="exit with 1 where a fault is missed or a healthy script is not"
@@ -167,7 +169,7 @@ def main() -> int:
     healthy = [script for script in HEALTHY if wanted(script)]
     scripts = (*(fault.script for fault in faults), *healthy)
     with ThreadPoolExecutor(options.jobs) as pool:
-        told = dict(zip(scripts, pool.map(run, scripts), strict=True))
+        told = dict(zip(scripts, pool.map(partial(run, runs=options.runs), scripts), strict=True))
         asked = [peer for peer in PEERS if options.peers and peer.is_installed]
         answers = {peer.name: list(pool.map(peer.ask, [HERE / fault.script for fault in faults])) for peer in asked}
     missed = _print_faults(faults, told) + _print_healthy(healthy, told)

@@ -68,8 +68,7 @@ overflow-wrap:anywhere}
 .mpinspect .finding p{color:var(--ink);margin:.15em 0}.mpinspect .finding .id{font-weight:600;margin-left:.5em;color:var(--ink)}
 .mpinspect .finding .fix::before{content:"Fix: ";font-weight:600}
 .mpinspect pre{background:var(--raised);border:1px solid var(--line);padding:.5em .8em;margin:.4em 0;overflow-x:auto;
-max-width:60em;font:.92em/1.45 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;color:var(--ink);white-space:pre-wrap;
-overflow-wrap:normal}
+max-width:60em;font:.92em/1.45 ui-monospace,Menlo,Consolas,"DejaVu Sans Mono",monospace;color:var(--ink);white-space:pre-wrap}
 .mpinspect pre .comment{color:var(--soft)}
 .mpinspect pre span{display:inline-block;width:100%;box-sizing:border-box;padding-left:2ch;text-indent:-2ch}
 .mpinspect .scroll{overflow-x:auto;margin:.4em 0}
@@ -90,11 +89,14 @@ white-space:normal;overflow-wrap:normal}
 .mpinspect .strip .s1{opacity:.16}.mpinspect .strip .s2{opacity:.34}.mpinspect .strip .s3{opacity:.62}
 .mpinspect .strip .s4{opacity:1}
 .mpinspect table:has(.amount){width:100%}.mpinspect td:has(.amount){width:38%}
+.mpinspect table:has(.amount) td.name{min-width:16em}
 .mpinspect .amount{display:inline-block;width:calc(100% - 5em);margin-right:.7em;vertical-align:-.1em}
 .mpinspect .amount i{display:block;height:1em;min-width:1px;background:currentColor}
 .mpinspect .part{border-top:1px solid var(--line);margin-top:2em}.mpinspect .part>h2{color:var(--soft);font-weight:400}
+@media (max-width:1200px){.mpinspect td:has(.amount){width:22%}}
 @media (max-width:760px){.mpinspect .p3,.mpinspect .p4{display:none}.mpinspect th,.mpinspect td{padding:.28em .45em}}
-@media (max-width:480px){.mpinspect .amount{width:20vw}.mpinspect .p1,.mpinspect .p2{display:none}
+@media (max-width:480px){.mpinspect .amount{width:11vw}.mpinspect table:has(.amount) td.name{min-width:7.5em}
+.mpinspect .p1,.mpinspect .p2{display:none}
 .mpinspect td.name{min-width:7.5em}.mpinspect td.long{min-width:12em}
 .mpinspect th,.mpinspect td{padding:.28em .3em}}
 .mpinspect dfn{font-style:normal;border-bottom:1px dotted var(--soft);cursor:help;position:relative}

@@ -21,13 +21,15 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .state.error::before,.mpinspect .panel .error>summary b::before{content:var(--error-mark)}
 .mpinspect .facts{color:var(--soft);display:flex;flex-wrap:wrap;gap:0 1em;min-width:9em;line-height:1.5}
 .mpinspect .facts span{white-space:nowrap;overflow:hidden;text-overflow:ellipsis;max-width:100%}
-.mpinspect .screen{display:grid;grid-template-columns:minmax(0,1fr) clamp(20em,23.5vw,27em);position:relative}
+.mpinspect .screen{display:grid;grid-template-columns:minmax(0,1fr) clamp(20em,24.5vw,27em);position:relative}
 .mpinspect .panel{grid-column:2;grid-row:1;padding:.7em 1em 1em;border-left:1px solid var(--line);overflow:auto;min-width:0}
 .mpinspect .picture{grid-column:1;grid-row:1;padding:.4em 0 0 1em;min-width:0}
 .mpinspect .panel h2{font-size:1em;margin:1em 0 .3em}.mpinspect .panel>:first-child{margin-top:0}
 .mpinspect .panel p{text-wrap:pretty}.mpinspect .panel p.alarm{padding:.3em .6em;color:var(--error);font-size:1.05em}
 .mpinspect .panel p.alarm.warning{color:var(--warning);border-color:currentColor}
-.mpinspect .panel p.follows{font-size:1em;font-weight:400}.mpinspect .panel pre{margin-bottom:.7em}
+.mpinspect .panel p.follows{font-size:1em;font-weight:400}
+/* Room for 44 columns, the longest line of code. */
+.mpinspect .panel pre{margin-bottom:.7em;padding:.5em .4em;font-size:.82em}
 .mpinspect .panel ul{list-style:none;padding:0;margin:0}.mpinspect .panel li{margin:.15em 0}
 .mpinspect .panel .dim{font-size:.93em}
 .mpinspect .finding.warning{border-left-style:double}.mpinspect .panel .finding summary::marker{color:var(--soft)}
@@ -104,7 +106,8 @@ def front(
     yield '<section class="panel" tabindex="0" aria-label="Verdict, change and findings">'
     if shown.headline:
         yield f'<p class="{shown.tone}">{escape(shown.headline)}</p>'
-    if alarm := shown.alarm or document.alarm:
+    # The document's alarm may be of another model than the headline.
+    if alarm := shown.alarm or (not shown.headline and document.alarm):
         classes = f"alarm {shown.tone}{' follows' * bool(shown.headline)}"
         yield f'<p class="{classes}">{escape(alarm)}</p>'
     for block in shown.verdict:

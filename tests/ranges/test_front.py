@@ -893,9 +893,9 @@ def test_on_a_phone_the_first_screen_has_the_change_and_the_culprit(browser: Any
     parts = [
         ".state",
         ".panel .alarm",
-        ".panel p:has-text('Error:')",
         ".panel p:has-text('Change:')",
         ".panel pre",
+        ".panel p:has-text('Error:')",
     ]
     parts += [".explorer tr.marked", ".explorer figure.steps", ".explorer .said", ".panel .finding"]
     boxes = [page.locator(each).first.bounding_box() for each in parts]

@@ -11,8 +11,8 @@ from mpinspect.ranges.analysis.parting import LEAST_BEYOND
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import depends_on_scale, what_broke
 from mpinspect.ranges.kinds import kind_named, phrase
-from mpinspect.ranges.report.document import change_blocks
 from mpinspect.ranges.report.explorer import Mapped, has_map, widget
+from mpinspect.ranges.report.front import change_blocks
 from mpinspect.ranges.report.scale_line import scale_in_brief
 from mpinspect.reporting.document import (
     Block,
@@ -140,10 +140,19 @@ def _settings_of_broken(diff: RangeDiff) -> str:
 def _undoes(diff: RangeDiff) -> bool:
     """Return whether the broken run needs the other's settings, not the change of its finding.
 
-    A run that differs in its dtypes is usually meant to have them, so its finding's change makes it work with them.
+    A run that differs in its dtypes is usually meant to have them, so its finding's change makes it work with them. That of a
+    loss scale is undone as the finding says.
     """
     may_break = [change for change in diff.settings if change.may_break]
-    return bool(_broken_alone(diff) and may_break) and not any(change.is_of_precision for change in may_break)
+    name = _broken_alone(diff)
+    if not name or not may_break or any(change.is_of_precision for change in may_break):
+        return False
+    gravest = next((finding for finding in _run(diff, name).findings if finding.is_alarm), None)
+    return gravest is None or not depends_on_scale(gravest, None)
+
+
+def _run(diff: RangeDiff, name: str) -> RangeReport:
+    return {"A": diff.first, "B": diff.second}[name]
 
 
 def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
@@ -165,21 +174,20 @@ def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
     """
     first, second = diff.first.verdict, diff.second.verdict
     if second.healthy is False and (trouble(diff) or any(finding.is_alarm for finding in diff.new)):
-        yield from _change(diff, diff.second, "B", above)
+        yield from _change(diff, "B", above)
     elif first.healthy is False and second.healthy is not False:
         if not _settings_of_broken(diff):
             yield Line("B has no such finding. Settings that differ: none that was recorded.")
-        yield from _change(diff, diff.first, "A", above)
+        yield from _change(diff, "A", above)
 
 
-def _change(diff: RangeDiff, run: RangeReport, name: str, above: str) -> Iterator[Block]:
+def _change(diff: RangeDiff, name: str, above: str) -> Iterator[Block]:
+    run = _run(diff, name)
+    if not _undoes(diff):
+        yield from change_blocks(run.verdict, f" in {name}")
     for sentence in run.verdict.sentences:
         if sentence.partition(": ")[2].rstrip(".") not in above:
             yield Line(f"{name}: {sentence}", "lead")
-    gravest = next((finding for finding in run.findings if finding.is_alarm), None)
-    # A loss scale's setting is undone as its finding says.
-    if not _undoes(diff) or (gravest is not None and depends_on_scale(gravest, None)):
-        yield from change_blocks(run.verdict, f" in {name}")
 
 
 def _parting(diff: RangeDiff) -> str:

@@ -20,7 +20,7 @@ from mpinspect.ranges.analysis.report import FormatVerdict, RangeReport, TimeBlo
 from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE
 from mpinspect.ranges.kinds import GRADIENT_KINDS, KINDS, UPDATE, kind_named
 from mpinspect.ranges.report.explorer import NO_NOTES, ModuleNotes
-from mpinspect.ranges.report.front import front
+from mpinspect.ranges.report.front import change_blocks, front
 from mpinspect.ranges.report.layers import (
     Repeated,
     badness,
@@ -52,7 +52,6 @@ from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting.document import (
     Block,
     Cell,
-    Code,
     Column,
     Document,
     Findings,
@@ -200,11 +199,6 @@ def verdict_blocks(verdict: Verdict) -> tuple[Block, ...]:
         Line(verdict.more, "dim"),
     )
     return nonempty(*blocks)
-
-
-def change_blocks(verdict: Verdict, where: str = "") -> tuple[Block, ...]:
-    """Return the change that a verdict asks for, with its code; () if it asks for none."""
-    return nonempty(Line(verdict.change and f"Change{where}: {verdict.change}", "lead"), Code(verdict.code))
 
 
 def _totals(report: RangeReport) -> str:

@@ -6,7 +6,7 @@ import datetime
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from mpinspect.ranges.analysis.report import RangeReport
+from mpinspect.ranges.analysis.report import RangeReport, Verdict
 from mpinspect.ranges.faults.registry import DIAGNOSES, FAULTS
 from mpinspect.ranges.report.explorer import Mapped, ModuleNotes, picture
 from mpinspect.ranges.report.place import began
@@ -69,20 +69,23 @@ def facts(report: RangeReport) -> Iterator[str]:
 
 
 def verdict_of(report: RangeReport) -> Iterator[Block]:
-    """Yield a verdict and its change. The findings below it on a front stand for the verdict's pointer to them."""
+    """Yield a verdict and its change; the change comes first where a headline has said what broke, and where.
+
+    The findings below it on a front stand for the verdict's pointer to them.
+    """
     verdict = report.verdict
     first, *more = verdict.sentences or ("",)
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
     has_headline = began(report).headline or report.session.ended_by
-    yield from nonempty(
-        Line(verdict.ended, "error"),
-        # The alarm, the exception or the place is the headline.
-        Line(first, "lead" if has_headline else tone),
-        *map(Line, more),
-        Line(verdict.change and f"Change: {verdict.change}", "lead"),
-        Code(verdict.code),
-        Line(verdict.precision, "dim"),
-    )
+    reason = nonempty(Line(first, "lead" if has_headline else tone), *map(Line, more))
+    yield from nonempty(Line(verdict.ended, "error"))
+    yield from (*change_blocks(verdict), *reason) if has_headline else (*reason, *change_blocks(verdict))
+    yield from nonempty(Line(verdict.precision, "dim"))
+
+
+def change_blocks(verdict: Verdict, where: str = "") -> tuple[Block, ...]:
+    """Return the change that a verdict asks for, with its code; () if it asks for none."""
+    return nonempty(Line(verdict.change and f"Change{where}: {verdict.change}", "lead"), Code(verdict.code))
 
 
 def merged(found: Iterable[Listed]) -> Iterator[Listed]:

@@ -10,9 +10,9 @@ from pathlib import PurePath
 from mpinspect.kernels.report.document import time_lost
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
-from mpinspect.ranges.report.document import TERMS, change_blocks, title, verdict_blocks
+from mpinspect.ranges.report.document import TERMS, title, verdict_blocks
 from mpinspect.ranges.report.explorer import Mapped, picture
-from mpinspect.ranges.report.front import NO_MAP, facts, listed, merged, verdict_of
+from mpinspect.ranges.report.front import NO_MAP, change_blocks, facts, listed, merged, verdict_of
 from mpinspect.ranges.report.front import state_of as ranges_state
 from mpinspect.ranges.report.place import Began, began
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
@@ -208,7 +208,7 @@ def _began(report: RunReport) -> Began:
     place, alarm = began(_without_end(worst.ranges))
     alike = (part.name for part in report.parts if began(_without_end(part.ranges)).headline == place)
     headline = f"{', '.join(alike)}: {place}" if place and len(report.parts) > 1 else place
-    return Began(headline, "" if report.broke_elsewhere else alarm)
+    return Began(headline, report.broke_elsewhere or alarm)
 
 
 def _picture(report: RunReport) -> Widget | None:
@@ -243,12 +243,12 @@ def _panel(report: RunReport) -> Iterator[Block]:
 
 
 def _verdict_of_several(gravest: list[ModelPart]) -> Iterator[Block]:
-    """Yield the models' verdicts, the change of the worst, and below them the models' precisions."""
+    """Yield the change of the worst model, the models' verdicts, and below them the models' precisions."""
     tone: Tone = "good" if all(part.ranges.verdict.healthy for part in gravest) else "lead"
+    yield from _change(gravest)
     yield from lines(*_openings(gravest), tone=tone)
     if tone == "good":
         yield from lines(*_by_model((part.name, part.ranges.verdict.sentences[1]) for part in gravest))
-    yield from _change(gravest)
     yield from lines(*_precisions(gravest), tone="dim")
 
 

@@ -118,6 +118,10 @@ class _Batch(Sentences):
     ALSO = "The model's input was not finite in {further:count further step}."
     ALONE = "The model's input was finite in all other steps."
     LOOK = "Look at these samples and their preprocessing; leave them out or repair them before they reach the model."
+    LOOK_ON_EACH_RANK = (
+        "Look at these samples and their preprocessing. Repair them or leave their losses out: every rank needs its "
+        "backward."
+    )
     GOOD = (
         "good = torch.isfinite({bad})\n"
         "good = good.reshape(len({bad}), -1).all(1)\n"
@@ -130,7 +134,8 @@ class _Batch(Sentences):
         "good = good.reshape(len({bad}), -1).all(1)\n"
         "# no rank may leave out a backward\n"
         "{bad} = {bad}.nan_to_num(0.0, 0.0, 0.0)\n"
-        'losses = loss_fn(\n    model(batch), target, reduction="none"\n)\n'
+        '# of a loss made with reduction="none"\n'
+        "losses = loss_fn(model(batch), target)\n"
         "count = good.sum().clamp_min(1)\n"
         "loss = losses[good].sum() / count"
     )
@@ -151,12 +156,13 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
             # Another rank may have made it first and sent it to this one.
             continue
         further = len({each.step for each in case.events if each.given} - {measured.step})
+        is_alone = case.session.info.world_size == 1
         yield _examined(
             case,
             measured,
             [_Batch.TARGETS.when(of_targets) or _Batch.BATCH, None if of_targets else _others(further, case)],
-            _Batch.LOOK,
-            _Batch.GOOD.when(case.session.info.world_size == 1) or _Batch.GOOD_ON_EACH_RANK,
+            _Batch.LOOK.when(is_alone) or _Batch.LOOK_ON_EACH_RANK,
+            _Batch.GOOD.when(is_alone) or _Batch.GOOD_ON_EACH_RANK,
             {"further": further, "bad": ("batch", "target")[of_targets]},
             layer="",
             is_mild=event is None,

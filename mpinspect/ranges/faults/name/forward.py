@@ -26,8 +26,8 @@ class Inspect(Sentences):
     )
     MODULE = "Look at the inputs, the weights and the arithmetic of {module} at step {step}."
     MODULE_IN_FP16 = (
-        "Look at the inputs, the weights and the arithmetic of {module} at step {step}; where its values exceed 65504, compute "
-        "it in FP32, and also the modules after it up to where the values are below that again."
+        "Look at the arithmetic of {module} in step {step}. If values exceed 65504, compute it in FP32, and the modules after "
+        "it until values are below that again."
     )
 
 

@@ -83,12 +83,7 @@ class _Absorbed(Sentences):
     SUM_IN_FP32 = "Keep the running sum in FP32, and add FP32 terms to it."
     ZERO_IN_FP32 = "# once\ntotal = total.float()\n# in the loop\ntotal = total + term.float()"
     STREAM_IN_FP32 = "Keep the larger operand, such as a residual stream or a running sum, in FP32, and add in FP32."
-    CAST = (
-        "# once, before the blocks\n"
-        "x = x.float()\n"
-        "# at the addition in each block\n"
-        "x = x + branch(x.to(torch.{dtype})).float()"
-    )
+    CAST = "# once, before the blocks\nx = x.float()\n# in each block\ny = a.float() + b.float()\nz = g(y)"
 
 
 def _addition_changes_nothing(case: Case) -> Iterator[Found]:
@@ -108,7 +103,8 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
             # It has lost most of its terms, although it may have changed until it stopped. The branches of a model are few.
             is_fault = absorbed.times >= _MANY or not (absorbed.name and begins_near_zero)
             says, fix, code = _Absorbed.SUM_STOPS, _Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32
-        yield found_at(absorbed, (says, also), fix.when(is_fault), code.when(is_fault), words, is_mild=not is_fault)
+        more = {"operator": "add", "is_mild": not is_fault}
+        yield found_at(absorbed, (says, also), fix.when(is_fault), code.when(is_fault), words, **more)
 
 
 def _is_explained(absorbed: AbsorbedOperand, case: Case) -> bool:

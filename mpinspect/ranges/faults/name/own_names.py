@@ -26,11 +26,13 @@ _SEVERAL = {"index_put": ("total", "index", "terms"), "index_add": ("total", "",
 _OTHERS = {"a": "left", "b": "right", "x": "value"}
 #: Modules whose functions take the tensor as their first argument.
 _MODULES = re.compile(r"(torch|nn|F|functional)\b")
-#: A cast to 16 bits, which code that computes in FP32 must not repeat.
-_NARROWS = re.compile(r"\.(half|bfloat16|to|type)\(|float16")
-#: A line that assigns the result, the line that stands for the operators that take it, and one above operands in FP32.
+#: A cast to 16 bits, which code that computes in FP32 must not repeat; one to another tensor's dtype follows that tensor.
+_NARROWS = re.compile(r"\.(half|bfloat16|type)\(|\.to\((?![\w.]+\.dtype\))|float16")
+#: A line that assigns the result, the line that stands for the operators that take it, and a comment above operands.
 _RESULT, _TAKEN = re.compile(r"^ *(y|total|difference) = ", re.MULTILINE), re.compile(r"\bz = g\(y\)")
-_IN_FP32 = re.compile(r"^( *)# from inputs in FP32\n", re.MULTILINE)
+#: The call of the operator as a method, at the end of a line.
+_CALL = re.compile(r"(?<!\btorch)\.\w+\([^()]*\)$", re.MULTILINE)
+_BELOW = re.compile(r"^( *)# (?:from inputs in FP32|in each block)\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def with_own_names(code: str, source: str, operator: str) -> str:
 
     Args:
         code: computes ``operator`` in a line "y = ..."; a line "z = g(y)" stands for the operators that take y. Operands are
-            assigned below a comment "from inputs in FP32", or else before the code.
+            assigned below a comment "from inputs in FP32" or "in each block", or else before the code.
         source: the text of the line.
         operator: its name in torch.
     """
@@ -65,7 +67,7 @@ def with_own_names(code: str, source: str, operator: str) -> str:
     is_elsewhere = not all(re.search(rf"\b{name}\b", code) for name in use.operands)
     if is_elsewhere or any(_NARROWS.search(ast.unparse(each)) for each in use.operands.values()):
         return code
-    code = re.sub(r"\.\w+\([^()]*\)$", lambda found: use.call or found[0], code, count=1, flags=re.MULTILINE)
+    code = _CALL.sub(lambda found: use.call or found[0], code, count=1)
     return _with_result(_with_operands(code, source, use), source, statement, use)
 
 
@@ -105,8 +107,8 @@ def _with_operands(code: str, source: str, use: _Use) -> str:
             names[name] = own
     code = re.sub(r"^ *[ab] = .*\n", "", code, flags=re.MULTILINE)
     code = re.sub(rf"(?<![\w.])({'|'.join(names)})\b(?! =)", lambda found: names[found[1]], code)
-    if _IN_FP32.search(code):
-        return _IN_FP32.sub(lambda found: found[0] + indent(before, found[1]), code)
+    if _BELOW.search(code):
+        return _BELOW.sub(lambda found: found[0] + indent(before, found[1]), code)
     return before + code
 
 
@@ -117,7 +119,7 @@ def _with_result(code: str, source: str, statement: ast.stmt, use: _Use) -> str:
         return code
     if isinstance(statement, ast.Assign) and statement.value is use.node and len(statement.targets) == 1:
         own = ast.unparse(statement.targets[0])
-        return re.sub(rf"(?<![\w.]){result[1]}\b", lambda _: own, code)
+        return re.sub(rf"(?<![\w.]){result[1]}\b", lambda _: own, re.sub(rf"\n *{_TAKEN.pattern}", "", code))
     line, node = source.encode(), use.node
     taken = line[: node.col_offset] + b"y" + line[node.end_col_offset :]
     return _TAKEN.sub(lambda _: taken.decode(), code)

@@ -67,7 +67,7 @@ export class Comparison {
     this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
       element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "elsewhere"), element("th", { scope: "col", title: "the first step in which it moved, by more than it does by itself" }, "from step"))), this.body));
     this.root.replaceChildren(element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [label("Steps", this.block), this.steps] : [])), this.said, this.rows,
-      this.legend = element("p", { className: "legend" }, entry("A and B: the darker, the larger the share; the format's edges at each run's own loss scale."), entry(STRIP), entry("B minus A: up where B has more, down where A has."), entry("elsewhere: share that lies in other powers of two in B."), entry("A click shows the layer in B.")));
+      this.legend = element("p", { className: "legend" }, entry("A and B: the darker, the larger the share; the format's edges at each run's own loss scale."), entry(STRIP), entry("B minus A: up where B has more, down where A has.")));
     this.root.classList.add("explorer");
     this.root.classList.toggle("mild", !this.opening.grave);
     this.kind.addEventListener("change", () => this.change({ kind: this.kind.value }));

@@ -198,11 +198,13 @@ export class Timeline {
     const of = chosen ? "of the chosen layer" : "of the worst layer";
     const counted = data.blocks.at(-1)?.last ?? 0;
     const until = counted < this.view.lastStep ? `, counted up to step ${number(counted)}` : "";
+    const finite = this.largest.findLastIndex((each) => each !== null);
+    const finitely = `, finite up to step ${number(data.blocks[finite]?.last ?? 0)}`;
     const has = (/** @type {string} */ value) => data.events.some((/** @type {any} */ event) => event.value === value);
     return [
       ...(this.known.length ? [key("scales", "loss scale")] : []),
-      ...(this.view.hasScale && !this.known.length ? [entry(data.by_hand ? `with the loop's own loss scale, ${raised(data.by_hand)}` : "the loss scale is not known")] : []),
-      ...(this.largest.some((each) => each !== null) ? [key("largest", `largest magnitude ${chosen ? of : "of any layer"}${data.held.length ? ", of each backward alone" : ""}${until}`)] : []),
+      ...(this.view.hasScale && !this.known.length ? [entry(data.by_hand ? `with the loop's own loss scale, ${raised(data.by_hand)}` : "no loss scale was seen")] : []),
+      ...(this.largest.some((each) => each !== null) ? [key("largest", `largest magnitude ${chosen ? of : "of any layer"}${data.held.length ? ", of each backward alone" : ""}${finite < data.blocks.length - 1 ? finitely : until}`)] : []),
       ...(this.held.length ? [key("held", "largest magnitude in .grad, their sum")] : []),
       ...(this.hasFlushed ? [key("lost-share", `flushed, ${of} (0 to 100%)${until}`)] : []),
       ...(this.falls.length ? [key("fall", "scale fell")] : []),
