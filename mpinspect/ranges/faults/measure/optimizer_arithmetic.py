@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -178,7 +177,7 @@ class OptimizerArithmetic(SecondComputation):
         return None
 
     def _is_used_up(self) -> bool:
-        return time.perf_counter() - self._began > _MOST_SECONDS or self._twins.bytes > _MOST_BYTES
+        return self._elapsed() > _MOST_SECONDS or self._twins.bytes > _MOST_BYTES
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         operator = pending.func.overloadpacket

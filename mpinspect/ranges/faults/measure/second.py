@@ -168,7 +168,8 @@ class SecondComputation:
         self._modules: dict[int, str] = {}
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
-        self._began = time.perf_counter()
+        #: When the first operator was computed twice: before it, code may have been compiled.
+        self._began = 0.0
         #: The 16-bit dtype of the last operator that had one.
         self._narrow: torch.dtype = torch.bfloat16
         #: Operators whose twin could not run, by name.
@@ -354,11 +355,17 @@ class SecondComputation:
 
     def _is_used_up(self) -> bool:
         """Return whether the time or the memory for twins is used up."""
-        if time.perf_counter() - self._began > _MOST_SECONDS:
+        if self._elapsed() > _MOST_SECONDS:
             self._ended_by = f"after {_MOST_SECONDS:.0f} s"
         elif self._twins.bytes > _MOST_BYTES:
             self._ended_by = f"once its copies took {_MOST_BYTES >> 30} GiB"
         return bool(self._ended_by)
+
+    def _elapsed(self) -> float:
+        """Return the time since the first operator that was computed twice."""
+        now = time.perf_counter()
+        self._began = self._began or now
+        return now - self._began
 
     def left_out(self) -> str:
         """Return a sentence on the operators that were not computed a second time; "" without any."""
