@@ -34,6 +34,12 @@ _COUNT = """() => {
   };
   const sum = (selector) => [...document.querySelectorAll(selector)].reduce((total, node) => total + area(node), 0);
   const words = (text) => text.split(/\\s+/).filter((word) => /\\w/.test(word)).length;
+  // Without the explanations of terms, which show on hover.
+  const shown = (node) => {
+    const copy = node.cloneNode(true);
+    copy.querySelectorAll("dfn > *").forEach((explanation) => explanation.remove());
+    return copy.textContent;
+  };
   const panel = [...document.querySelectorAll(".panel > *")];
   const change = panel.findIndex((node) => node.textContent.startsWith("Change"));
   const read = panel.slice(0, change + 1 || 1);
@@ -43,8 +49,8 @@ _COUNT = """() => {
     picture: sum(".explorer figure.losses, .explorer .rows, .explorer figure.steps") / (innerWidth * innerHeight),
     marked: marked.length,
     seen: marked.some(seen),
-    head: panel[0]?.textContent ?? "",
-    words: read.reduce((total, node) => total + words(node.innerText), 0),
+    head: panel.length ? shown(panel[0]) : "",
+    words: read.reduce((total, node) => total + words(shown(node)), 0),
   };
 }"""
 

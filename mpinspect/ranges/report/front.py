@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ _DOCS = "https://github.com/mpinspect/mpinspect/blob/main/docs/"
 #: The pages that explain findings, and the ids on each.
 _PAGES = {"diagnoses.md": {diagnosis.id for diagnosis in DIAGNOSES}, "sentences.md": frozenset(FAULTS)}
 #: In place of a map.
+_SENTENCE = re.compile(r"(?<=\.) (?=[A-Z'])")
 NO_MAP = "No tensor was counted, so there is no map."
 _NO_STATE = "Nothing to judge"
 
@@ -79,13 +81,21 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     has_headline = began(report).headline or report.session.ended_by
     reason = nonempty(Line(first, "lead" if has_headline else tone), *map(Line, more))
     yield from nonempty(Line(verdict.ended, "error"))
-    yield from (*change_blocks(verdict), *reason) if has_headline else (*reason, *change_blocks(verdict))
+    change = change_blocks(verdict, code_first=True)
+    yield from (*change, *reason) if has_headline else (*reason, *change)
     yield from nonempty(Line(verdict.precision, "dim"))
 
 
-def change_blocks(verdict: Verdict, where: str = "") -> tuple[Block, ...]:
-    """Return the change that a verdict asks for, with its code; () if it asks for none."""
-    return nonempty(Line(verdict.change and f"Change{where}: {verdict.change}", "lead"), Code(verdict.code))
+def change_blocks(verdict: Verdict, where: str = "", *, code_first: bool = False) -> tuple[Block, ...]:
+    """Return the change that a verdict asks for, with its code; () if it asks for none.
+
+    Args:
+        where: follows the word "Change".
+        code_first: whether the code stands below the first sentence, before all others.
+    """
+    sentences = _SENTENCE.split(verdict.change, maxsplit=1) if code_first else [verdict.change]
+    first, *more = sentences
+    return nonempty(Line(first and f"Change{where}: {first}", "lead"), Code(verdict.code), *map(Line, more))
 
 
 def merged(found: Iterable[Listed]) -> Iterator[Listed]:

@@ -123,7 +123,7 @@ def _verdict(report: RunReport) -> tuple[Block, ...]:
     return (*ended, *lines(*precisions, *_openings(gravest)), *change, *speed)
 
 
-def _change(gravest: list[ModelPart]) -> tuple[Block, ...]:
+def _change(gravest: list[ModelPart], *, code_first: bool = False) -> tuple[Block, ...]:
     """Return the change that the worst model needs, with the names of all models that need it."""
     verdict = gravest[0].ranges.verdict
     alike = (
@@ -131,7 +131,7 @@ def _change(gravest: list[ModelPart]) -> tuple[Block, ...]:
         for part in gravest
         if (part.ranges.verdict.change, part.ranges.verdict.code) == (verdict.change, verdict.code)
     )
-    return change_blocks(verdict, f" in {', '.join(alike)}")
+    return change_blocks(verdict, f" in {', '.join(alike)}", code_first=code_first)
 
 
 def _precisions(parts: Iterable[ModelPart]) -> list[str]:
@@ -245,7 +245,7 @@ def _panel(report: RunReport) -> Iterator[Block]:
 def _verdict_of_several(gravest: list[ModelPart]) -> Iterator[Block]:
     """Yield the change of the worst model, the models' verdicts, and below them the models' precisions."""
     tone: Tone = "good" if all(part.ranges.verdict.healthy for part in gravest) else "lead"
-    yield from _change(gravest)
+    yield from _change(gravest, code_first=True)
     yield from lines(*_openings(gravest), tone=tone)
     if tone == "good":
         yield from lines(*_by_model((part.name, part.ranges.verdict.sentences[1]) for part in gravest))

@@ -132,8 +132,8 @@ class _Whole(Sentences):
     )
     ANGLES = "Compute positions, and everything derived from them, in FP32; cast only the cosines and sines."
     CAST_ANGLES = (
-        "Pass them as integers, which no cast of the model or of a batch to 16 bits reaches, and compute everything derived from "
-        "them in FP32; cast only the cosines and sines."
+        "Pass positions as integers, and compute everything derived from them in FP32. Cast only the cosines and sines. A cast "
+        "of the model or of a batch to 16 bits leaves integers as they are."
     )
     SUMS = "Add up in integers."
     INDICES = "Keep positions, indices and counts as integers, or in FP32."

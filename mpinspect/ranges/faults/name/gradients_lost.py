@@ -56,8 +56,8 @@ class _Never(Sentences):
     LET_SCALER_STEP = "Let the scaler step the optimizer of these weights after their backward."
     STEP = "Call the optimizer's step after the backward; see that it holds these weights."
     COPY = (
-        "Copy the masters into the weights after each step, and into the weights themselves: .float(), .half() and .to() return "
-        "a copy, and a value written to the copy never reaches the weight."
+        "Copy the masters into the weights themselves after each step. Casts by .float(), .half() or .to() return another "
+        "tensor: a value written to it never reaches the weight."
     )
     SCALER_STEP = "# before the scaler's one update()\nscaler.step(optimizer)"
     OPTIMIZER_STEP = "optimizer.step()"
@@ -239,13 +239,12 @@ class _Clipped(Sentences):
         "the norm left nothing."
     )
     MASTERS_IN_FP32 = (
-        "Divide the masters' gradients by the loss scale and clip them, in FP32, and skip a step whose norm "
-        "is not finite."
+        "Divide the masters' gradients by the loss scale and clip them, in FP32. Skip a step whose norm is not finite."
     )
     FP32_WEIGHTS = (
-        "Keep the weights in FP32, so that their gradients are FP32 too, and compute in BF16, in which such gradients are "
-        "finite (or in FP16 with a GradScaler that begins below 1); compute the norm in FP32; skip a step whose norm is not "
-        "finite."
+        "Keep the weights in FP32, and compute in BF16, in which such gradients are finite (or in FP16 with a GradScaler that "
+        "begins below 1). The gradients of FP32 weights are FP32 too. Compute the norm in FP32, and skip a step whose norm is "
+        "not finite."
     )
     NORM_IN_FP32 = "Compute norms in FP32 and clip by that."
     CLIP_MASTERS = (

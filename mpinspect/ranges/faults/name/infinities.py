@@ -283,8 +283,8 @@ class _Alike(Sentences):
         "weights are the cause."
     )
     INPUTS = (
-        "Correct the inputs of {operator} in {place}: a zero that divides, the logarithm of zero, an empty row, or a constant "
-        "that was rounded to 16 bits before the step, such as a noise schedule."
+        "Correct the inputs of {operator} in {place}. Look for a zero that divides, the logarithm of zero, an empty row, or a "
+        "constant that was rounded to 16 bits before the step, such as a noise schedule."
     )
 
 

@@ -80,7 +80,7 @@ class _Missing(Sentences):
         "the loop skip steps that are not finite."
     )
     SCALE = (
-        "Scale the loss{room}; if the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: "
+        "Scale the loss{room}. If the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: "
         "--loss-scale)."
     )
     FOR_SCALER = "Keep FP32 weights: GradScaler refuses FP16 gradients."
