@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 
 import torch
 
+from mpinspect.runtime.compiled_graphs import KEEPING
 from mpinspect.runtime.distributed import has_process_group
-from mpinspect.runtime.wrappers import compiled_functions
 
 
 def obstacle(models: Collection[torch.nn.Module]) -> str:
     """Return why a step of the models cannot be recorded now; "" if it can."""
     if torch._C._len_torch_dispatch_stack():
         return "the script has entered a torch dispatch mode of its own"
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    compiled = dynamo is not None and dynamo.counters["frames"]["total"] > 0
-    if compiled or any(compiled_functions(part) for model in models for part in model.modules()):
-        return (
-            "code is compiled by torch.compile, and operators inside it are not seen: use mpinspect lint on the model"
-        )
+    if KEEPING.has_missed_any(models):
+        return "code was compiled by torch.compile before or out of sight, and operators inside it are not seen"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "the step is captured into a CUDA graph"
     return ""

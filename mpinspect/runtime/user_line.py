@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
+from typing import Any
 
 from mpinspect.runtime.briefly import first_line_of
 
@@ -23,6 +26,8 @@ _BETWEEN = (
     "accelerate",
     "contextlib",
 )
+#: A frame of a traceback's text.
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
 #: The time, in seconds since the epoch, from which on a file that changes is no longer the one that runs.
 _STARTED = time.time()
 #: Most characters of a line's text.
@@ -73,6 +78,29 @@ def source_of(line: str) -> str:
         if Path(file).stat().st_mtime > _STARTED:
             return ""
     return first_line_of(linecache.getline(file, int(number)), _LONGEST)
+
+
+def innermost_place(trace: str | None) -> tuple[str, int] | None:
+    """Return the file and number of the user's innermost line in a traceback's text."""
+    frames = [(file, int(number)) for file, number in _FRAME.findall(trace or "")]
+    users = [each for each in frames if not {*Path(each[0]).parts[:-1], Path(each[0]).stem}.intersection(_BETWEEN)]
+    return next(reversed(users), None)
+
+
+def called_at(place: tuple[str, int] | None, function: Callable[[], Any]) -> Any:
+    """Call a function from a frame at a line of the user's code."""
+    if place is None:
+        return function()
+    code = _call.__code__.replace(co_filename=place[0], co_firstlineno=place[1] - _CALL_AT)
+    return FunctionType(code, {"__name__": "user"})(function)
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+#: The distance of a function's only line from its first.
+_CALL_AT = 1
 
 
 def _users(frame: FrameType | None) -> FrameType | None:

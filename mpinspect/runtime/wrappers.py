@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,13 @@ def plain_names(model: nn.Module) -> dict[str, str]:
         plain[name] = f"{plain[above]}.{own}".lstrip(".") if is_own else plain.get(above, "")
         wrapped[name] = wrapped_by(module)
     return plain
+
+
+def named_plainly(model: nn.Module, named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return named parameters or buffers of a model with names without wrappers."""
+    plain = plain_names(model)
+    parts = [(*name.rpartition("."), each) for name, each in named]
+    return [(f"{plain.get(owner, owner)}.{name}".lstrip("."), each) for owner, _, name, each in parts]
 
 
 def registered(module: nn.Module, table: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from mpinspect.ranges.faults.registry import DIAGNOSES, FINDING_IDS
 
 SCRIPTS = sorted(
-    path for path in gallery.HERE.rglob("*.py") if path.stem not in ("gallery", "peers", "sentences", "first_screens")
+    path for path in gallery.HERE.rglob("*.py") if path.stem not in ("first_screens", "gallery", "peers", "sentences")
 )
 PAGE = (Path(__file__).parents[2] / "docs" / "diagnoses.md").read_text("utf-8")
 

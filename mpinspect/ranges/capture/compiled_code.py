@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mpinspect.ranges.capture.compiled_regions import Ask, EagerCalls, compiled_graphs, not_seen_inside, unseen_regions
+from mpinspect.ranges.capture.compiled_regions import Ask, EagerCalls, not_seen_inside, unseen_regions
 from mpinspect.ranges.capture.layers import Layer
 from mpinspect.ranges.capture.model_hooks import ModelHooks
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.session import is_below
+from mpinspect.runtime.compiled_graphs import compiled_graphs
 from mpinspect.runtime.guard import Guarded, guarded
 
 

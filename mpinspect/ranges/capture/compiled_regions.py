@@ -21,6 +21,7 @@ from mpinspect.ranges.capture.graph import graph
 from mpinspect.ranges.capture.layers import Layer
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.reporting.words import some
+from mpinspect.runtime.compiled_graphs import compiled_graphs
 from mpinspect.runtime.garbage_collection import living
 from mpinspect.runtime.hooks import in_compiled_call, not_compiled
 from mpinspect.runtime.wrappers import compiled_functions, submodules, unwrapped
@@ -64,14 +65,6 @@ def not_seen_inside(paths: Collection[str]) -> str:
         "eager_samples=True (mpinspect run --eager-samples) runs the sampled steps uncompiled to see the rest, which changes "
         "the last bits of their results"
     )
-
-
-def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has compiled in this process."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None:
-        return 0
-    return int(dynamo.counters["stats"].get("unique_graphs", 0))
 
 
 def formats_in_graph(losses: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) -> list[str] | None:

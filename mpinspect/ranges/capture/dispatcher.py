@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mpinspect.ranges.capture.compiled_code import CompiledCode
-from mpinspect.ranges.capture.compiled_regions import compiled_graphs, formats_in_graph, may_run_eagerly
+from mpinspect.ranges.capture.compiled_regions import formats_in_graph, may_run_eagerly
 from mpinspect.ranges.capture.counting import StepPrecision
 from mpinspect.ranges.capture.largest import Found
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter
@@ -42,6 +42,7 @@ from mpinspect.ranges.capture.tensor_hooks import backward_ended
 from mpinspect.ranges.capture.waiting import WaitingGradients
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import WeightChanges
+from mpinspect.runtime.compiled_graphs import compiled_graphs
 from mpinspect.runtime.distributed import is_pipeline_trial, local_part
 from mpinspect.runtime.guard import Guarded, entrance, guarded, overrides_functions
 from mpinspect.runtime.outputs import tensor_list

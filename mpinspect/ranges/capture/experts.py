@@ -13,10 +13,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from mpinspect.numeric.recipes import is_grouped
-from mpinspect.ranges.capture.compiled_regions import compiled_graphs
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import Layer
 from mpinspect.ranges.capture.operands import OperandLosses
+from mpinspect.runtime.compiled_graphs import compiled_graphs
 from mpinspect.runtime.guard import Guarded, entrance, guarded
 from mpinspect.runtime.hooks import HandleList, ModelHook
 from mpinspect.runtime.wrappers import registered

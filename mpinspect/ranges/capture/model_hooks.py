@@ -10,10 +10,10 @@ import torch
 from torch.nn.modules import module as global_hooks
 from torch.utils.hooks import RemovableHandle
 
-from mpinspect.ranges.capture.compiled_regions import compiled_graphs
 from mpinspect.ranges.capture.layers import Layer, WatchedParameter, is_never_called, outline
 from mpinspect.ranges.capture.tensor_hooks import AccumulatedHook, ForwardHook, OutputGradientHook, ParameterHook
 from mpinspect.ranges.capture.weights import can_be_hooked
+from mpinspect.runtime.compiled_graphs import compiled_graphs
 from mpinspect.runtime.distributed import is_distributed
 from mpinspect.runtime.hooks import HandleList, hook_gradient
 

@@ -22,7 +22,6 @@ from torch.autograd.graph import GradientEdge
 
 from mpinspect.counting.cuda import available
 from mpinspect.ranges.capture import device_magnitudes
-from mpinspect.ranges.capture.compiled_regions import compiled_graphs
 from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, SCALED_LOSS
 from mpinspect.ranges.capture.device_magnitudes import LEARNING_STEPS, DeviceMagnitudes, StepSlot
 from mpinspect.ranges.capture.judge import Judge, Reading, ReadTogether, StepLog
@@ -44,6 +43,7 @@ from mpinspect.ranges.capture.weights import BrokenWeights, all_finite
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event
 from mpinspect.ranges.windows.tensors import TensorKey
+from mpinspect.runtime.compiled_graphs import compiled_graphs
 from mpinspect.runtime.distributed import is_distributed, is_from_stage_before, local_part, world_size
 from mpinspect.runtime.guard import Unread
 

@@ -18,9 +18,10 @@ from mpinspect.run.models.inspected_models import InspectedModels
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Seen
 from mpinspect.run.record import TRACE
+from mpinspect.runtime.compiled_graphs import KEEPING, is_any_compiled
 from mpinspect.runtime.dispatch import doubt, obstacle
 from mpinspect.runtime.guard import Guarded, guarded
-from mpinspect.runtime.wrappers import submodules
+from mpinspect.runtime.wrappers import named_plainly, submodules
 
 if TYPE_CHECKING:
     from mpinspect.kernels.capture.live_profile import LiveProfile
@@ -82,6 +83,8 @@ class OneStep(Guarded):
         #: Steps of the chosen optimizer.
         self._stepped = 0
         self._is_again = False
+        #: Whether the recorded step has compiled code, whose products are not seen.
+        self._is_compiled = False
         #: A recorder still on the stack of dispatch modes, because the script has entered another mode since.
         self._lingering: LiveMatmuls | None = None
         self._profile: LiveProfile | None = None
@@ -244,11 +247,16 @@ class OneStep(Guarded):
         if reason:
             self._note_lint(reason)
             return
-        products = LiveMatmuls(models)
+        self._is_compiled = is_any_compiled(models.values())
+        if self._is_compiled:
+            self._note_lint("code is compiled by torch.compile: use mpinspect lint on the model")
+        parts = [part for model in models.values() for part in submodules(model)]
+        products = LiveMatmuls(models, unhookable=self._compiled.among(parts) | KEEPING.inside(parts))
         second = WholeStep(products.running_module, _parameters(models), _buffers(models), self._models.are_by_hand)
         products.compute_twice(second)
-        self._powers = PowersOfScale(products.running_module, _parameters(models))
-        products.follow(self._powers)
+        if not self._is_compiled:
+            self._powers = PowersOfScale(products.running_module, _parameters(models))
+            products.follow(self._powers)
         self._second = (second, tuple(models), self._models.steps())
         products.begin()
         self._products = products
@@ -264,7 +272,7 @@ class OneStep(Guarded):
             for failure in products.failures:
                 self._seen.note(failure)
             self._record_second()
-            if not self._is_again and (self._is_lint_asked or not stopped):
+            if not self._is_again and not self._is_compiled and (self._is_lint_asked or not stopped):
                 self.matmuls = matmuls
             self._leave(products)
 
@@ -317,13 +325,17 @@ def _parameters(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.
     return [
         (prefix + path, parameter)
         for prefix, model in _prefixed(models)
-        for path, parameter in model.named_parameters()
+        for path, parameter in named_plainly(model, model.named_parameters())
     ]
 
 
 def _buffers(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
     """Return the buffers of models, each with its path, in the form of ``named_parameters``."""
-    return [(prefix + path, buffer) for prefix, model in _prefixed(models) for path, buffer in model.named_buffers()]
+    return [
+        (prefix + path, buffer)
+        for prefix, model in _prefixed(models)
+        for path, buffer in named_plainly(model, model.named_buffers())
+    ]
 
 
 def _prefixed(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:

@@ -19,6 +19,7 @@ import torch
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
 from mpinspect.run.models import owners
+from mpinspect.runtime.compiled_graphs import KEEPING
 from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.hooks import ModelHook
 from mpinspect.runtime.torch_calls import BACKWARD, COMPILED, GRADIENTS
@@ -50,6 +51,7 @@ class TorchPatches:
             *(_replace(owner, name, _without_our_hooks) for owner, name in _TRACERS if hasattr(owner, name)),
         ]
         COMPILED.listen(self._compiled, after=True)
+        KEEPING.begin(self)
         self.watch_backwards(True)
         self.listen_last()
 
@@ -60,6 +62,7 @@ class TorchPatches:
         self.watch_backwards(False)
         self.watch_backwards_ends(False)
         COMPILED.unlisten(self._compiled)
+        KEEPING.end(self)
         while self._replaced:
             _put_back(self._replaced.pop())
 

@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import FrameType
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mpinspect.reporting.words import number_of
 from mpinspect.runtime import own_code
+from mpinspect.runtime.compiled_graphs import CallsGraphs
 from mpinspect.runtime.emulation.products import is_composite
 from mpinspect.runtime.hooks import HandleList
 from mpinspect.shapes.operators.gemm import dtype_name
@@ -50,6 +51,14 @@ class Second(Protocol):
     def after(self, pending: Any, result: Any, frame: FrameType) -> None: ...
 
 
+class SecondStep(Second, Protocol):
+    """Computes the operators of a step a second time, those of compiled code in its eager form."""
+
+    @property
+    def calls_graphs(self) -> CallsGraphs:
+        """Calls compiled graphs."""
+
+
 class Follower(Protocol):
     """Sees each operator after it has run, the optimizer's too (``ranges/faults/measure/powers.py``)."""
 
@@ -73,11 +82,12 @@ class LiveMatmuls:
 
     Args:
         models: the models by name; if there are several, each module's path begins with its model's name.
+        unhookable: ids of the modules that get no hooks, since they are compiled.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module]) -> None:
+    def __init__(self, models: Mapping[str, torch.nn.Module], unhookable: Collection[int] = ()) -> None:
         self._model = next(iter(models.values())) if len(models) == 1 else _together(models)
-        self._calls = _LiveCalls(self._model)
+        self._calls = _LiveCalls(self._model, unhookable)
         parameters = Parameters(self._model, {id(parameter): parameter for parameter in self._model.parameters()})
         self._mode = _LiveMode(self._calls, parameters)
         self._device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
@@ -93,9 +103,9 @@ class LiveMatmuls:
     def in_optimizer(self, value: bool) -> None:
         self._mode.in_optimizer = value
 
-    def compute_twice(self, second: Second) -> None:
+    def compute_twice(self, second: Second | SecondStep) -> None:
         """Let ``second`` compute each operator of the step again."""
-        self._mode.second = second
+        self._mode.second, self._mode.calls_graphs = second, getattr(second, "calls_graphs", None)
 
     def follow(self, follower: Follower) -> None:
         """Let ``follower`` see each operator of the step."""
@@ -148,7 +158,7 @@ class LiveMatmuls:
         """Stop recording, and exit the mode if that is possible now."""
         self._mode.recording = False
         # Both refer to this recorder: as a reference cycle, they would hold the model until a collection.
-        self._mode.second = self._mode.follower = None
+        self._mode.second = self._mode.follower = self._mode.calls_graphs = None
         self._calls.unfollow()
         if self._device == "cpu" and self._thread == threading.get_ident():
             observe_attention(False)
@@ -183,6 +193,8 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         self._live_calls = calls
         #: Computes the step a second time, if anything does.
         self.second: Second | None = None
+        #: Calls compiled graphs for the second computation.
+        self.calls_graphs: CallsGraphs | None = None
         #: Sees all operators, if anything does.
         self.follower: Follower | None = None
 
@@ -258,7 +270,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
             self.failures.append(f"mpinspect failed in following the loss scale through the recorded step ({error!r})")
 
     def _second_failed(self, error: Exception) -> None:
-        self.second = None
+        self.second = self.calls_graphs = None
         self.failures.append(f"mpinspect failed in computing the recorded step a second time ({error!r})")
 
     def _records(self, func: Any, args: tuple[Any, ...], output: Any) -> tuple[Matmul, ...]:
@@ -302,8 +314,9 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
 class _LiveCalls(ModuleCalls):
     """Follow module calls with hooks that are not inherited by copies and pickles of the model made meanwhile."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, unhookable: Collection[int]) -> None:
         super().__init__(model)
+        self._unhookable = unhookable
         self._handles = HandleList()
         self._device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         self._dtypes: Counter[torch.dtype | None] = Counter()
@@ -323,7 +336,7 @@ class _LiveCalls(ModuleCalls):
 
     def follow(self) -> None:
         """Register the hooks, around the script's own hooks."""
-        for module in self._modules.values():
+        for module in (each for key, each in self._modules.items() if key not in self._unhookable):
             enter, leave = (functools.partial(each, module) for each in (self._enter_live, self._leave_live))
             self._handles.add_around(module, enter, leave)
 

@@ -133,6 +133,10 @@ class KeptSums:
         elif func.overloadpacket in _WEIGHING:
             self._weighed.add(storage_key(args[0]))
 
+    def made(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take tensors as made in this step, by code that is not seen."""
+        self._other |= {storage_key(each) for each in tensors if is_plain(each)}
+
     def _follow(self, operator: Any, args: tuple[Any, ...], results: list[torch.Tensor]) -> None:
         """Follow tensors that were left unchanged into a copy and out of a bound, at which they rightly stay."""
         keys = list(map(_key, args[:2]))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -13,10 +13,24 @@ import torch
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums
-from mpinspect.ranges.faults.measure.operands import DIFFERENCES, NARROW, Pending, local_result, narrow_storages
+from mpinspect.ranges.faults.measure.operands import (
+    DIFFERENCES,
+    NARROW,
+    Pending,
+    has_numbers,
+    local_result,
+    narrow_storages,
+)
+from mpinspect.ranges.faults.measure.repeats import Repeats
 from mpinspect.ranges.faults.measure.second import SUMS, SecondComputation
+<<<<<<< HEAD
 from mpinspect.ranges.faults.measure.twins import is_finite, storage_key
 from mpinspect.ranges.records import LostSum, Record, RoundedConstant, UpdateEffect
+=======
+from mpinspect.ranges.faults.measure.twins import distance, is_finite
+from mpinspect.ranges.records import LostSum, Record, RoundedConstant
+from mpinspect.runtime.compiled_graphs import Captured, Compiled
+>>>>>>> wt-compile
 from mpinspect.runtime.outputs import leaves
 
 aten = torch.ops.aten
@@ -39,17 +53,78 @@ class WholeStep(SecondComputation):
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
         by_hand: bool = False,
     ) -> None:
-        super().__init__(module, parameters, buffers, by_hand)
+        parameters = list(parameters)
+        self._repeats = Repeats(
+            parameters, self._unless_avoided, self._repeated, self._differentiated, self._not_repeated
+        )
+        super().__init__(
+            lambda: module() if self._repeats.path is None else self._repeats.path, parameters, buffers, by_hand
+        )
         self._of_optimizers: list[OptimizerArithmetic] = []
+        #: Whether compiled code has something finite that is not finite in its eager form.
+        self._is_avoided = False
+
+    def calls_graphs(self, captured: Captured, compiled: Compiled, args: tuple[Any, ...]) -> Any:
+        """Run a compiled graph, and compute its eager form twice."""
+        return self._repeats.call(captured, compiled, args, is_repeated=self.of_optimizer is None)
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
+        """Prepare an operator's second run; operators of compiled code are left out."""
+        return [] if self._repeats.hides_operator() else super().before(func, args, kwargs)
+
+    @contextmanager
+    def _unless_avoided(self) -> Iterator[None]:
+        """Drop the infinities of an eager form that compiled code avoids: it does not round between fused operators."""
+        before, self._is_avoided = len(self._broken.born), False
+        yield
+        if self._is_avoided:
+            del self._broken.born[before:]
+
+    def _repeated(self, result: torch.Tensor, eager: torch.Tensor | None) -> bool:
+        """Let a result of compiled code have the twin of its eager form's; return whether it avoids no infinity.
+
+        Without an eager form, the result is taken as exact.
+        """
+        self._kept.made([result])
+        if eager is None:
+            self._forget([result])
+        if eager is None or not has_numbers(eager) or not has_numbers(result):
+            return True
+        twin = self.twin(eager)
+        if twin is not None and result.shape == twin.shape:
+            self._keep(result, _exact(result, eager, twin), is_cast=False, is_ours=False)
+        return self._agrees(result, eager)
+
+    def _differentiated(self, argument: torch.Tensor, name: str, gradient: torch.Tensor) -> None:
+        """Compare the gradient of a graph's argument, such as a parameter, in the eager form of compiled code."""
+        if not has_numbers(gradient):
+            return
+        if self.twin(gradient) is not None:
+            self._errors[name] = max(self._error(gradient), self._errors.get(name, 0.0))
+        if argument.is_leaf and argument.grad is not None and has_numbers(argument.grad):
+            self._agrees(argument.grad, gradient)
+
+    def _agrees(self, ran: torch.Tensor, eager: torch.Tensor) -> bool:
+        """Return whether a tensor of compiled code avoids no infinity of the eager form."""
+        is_avoided = is_finite(ran) and not is_finite(eager)
+        self._is_avoided |= is_avoided
+        return not is_avoided
+
+    def _not_repeated(self, error: Exception) -> None:
+        self.skipped[f"a compiled graph ({error!r})"] += 1
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the arithmetic of an optimizer."""
-        self.of_optimizer = OptimizerArithmetic(optimizer, self._parameters)
+        self.of_optimizer = OptimizerArithmetic(optimizer, self._parameters, self._repeats.hides_operator)
         self._of_optimizers.append(self.of_optimizer)
 
     def optimizer_stepped(self) -> None:
         """End the arithmetic of the optimizer."""
         self.of_optimizer = None
+
+    def _end(self) -> None:
+        super()._end()
+        self._repeats.is_over = True
 
     def records(self) -> list[Record]:
         """Return the records of the forwards and backwards, then those of the optimizers."""
@@ -65,9 +140,12 @@ class OptimizerArithmetic(SecondComputation):
     Args:
         optimizer: is about to step.
         parameters: the model's parameters by name.
+        is_hidden: returns whether the operator that is about to run is left out.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: _Parameters) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: _Parameters, is_hidden: Callable[[], bool] = bool
+    ) -> None:
         super().__init__(lambda: "", parameters)
         self._phase = f"step of {type(optimizer).__name__}"
         # The settings of torch's own show which of its states can't change: see moments-cannot-decay.
@@ -82,15 +160,19 @@ class OptimizerArithmetic(SecondComputation):
         others = (*stepped, *(each.grad for each in stepped))
         self._kept = KeptSums(others, narrow_storages(states), {})
         self._readers = {}
+<<<<<<< HEAD
         self._gradients = {storage_key(each): each.grad for each in stepped if is_plain(each) and is_plain(each.grad)}
         #: The decrease of the loss by exact and by rounded updates.
         self._exact = self._rounded = 0.0
+=======
+        self._is_hidden = is_hidden
+>>>>>>> wt-compile
         #: Elements of the operator that is being prepared.
         self._elements = 0
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
         """Prepare an operator's second run; operators in FP32 and those of a closure are left out."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self._is_hidden():
             return []
         if not self._twins.bytes and not any(map(_is_narrow, leaves((*args, *kwargs.values())))):
             return []
@@ -107,7 +189,7 @@ class OptimizerArithmetic(SecondComputation):
         return None
 
     def _is_used_up(self) -> bool:
-        return time.perf_counter() - self._began > _MOST_SECONDS or self._twins.bytes > _MOST_BYTES
+        return self._elapsed() > _MOST_SECONDS or self._twins.bytes > _MOST_BYTES
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         operator = pending.func.overloadpacket
@@ -147,6 +229,17 @@ class OptimizerArithmetic(SecondComputation):
         found += [UpdateEffect(exact=self._exact, rounded=self._rounded)] * bool(self._exact)
         self._end()
         return found
+
+
+def _exact(result: torch.Tensor, eager: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
+    """Return a twin for a result of compiled code, whose error is at most that of its eager form.
+
+    If the result is further from the eager form's twin, compiled code has drawn other random numbers.
+    """
+    if not is_finite(result) or distance(result, twin) <= distance(eager, twin):
+        return twin
+    moved = result.float() + (twin - eager.float())
+    return torch.where(moved.isfinite(), moved, result.float())
 
 
 def _is_narrow(value: Any) -> bool:

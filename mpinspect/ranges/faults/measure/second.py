@@ -175,7 +175,8 @@ class SecondComputation:
         self._modules: dict[int, str] = {}
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
-        self._began = time.perf_counter()
+        #: When the first operator was computed twice: before it, code may have been compiled.
+        self._began = 0.0
         #: The 16-bit dtype of the last operator that had one.
         self._narrow: torch.dtype = torch.bfloat16
         #: Operators whose twin could not run, by name.
@@ -189,6 +190,8 @@ class SecondComputation:
         self._additions = Additions(self._kept)
         #: The first difference of numbers too large for FP32 at each line.
         self._coarse: dict[str, AmplifiedError] = {}
+        #: The errors of weights' gradients that are in no ``.grad``.
+        self._errors: dict[str, float] = {}
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -369,11 +372,17 @@ class SecondComputation:
 
     def _is_used_up(self) -> bool:
         """Return whether the time or the memory for twins is used up."""
-        if time.perf_counter() - self._began > _MOST_SECONDS:
+        if self._elapsed() > _MOST_SECONDS:
             self._ended_by = f"after {_MOST_SECONDS:.0f} s"
         elif self._twins.bytes > _MOST_BYTES:
             self._ended_by = f"once its copies took {_MOST_BYTES >> 30} GiB"
         return bool(self._ended_by)
+
+    def _elapsed(self) -> float:
+        """Return the time since the first operator that was computed twice."""
+        now = time.perf_counter()
+        self._began = self._began or now
+        return now - self._began
 
     def left_out(self) -> str:
         """Return a sentence on the operators that were not computed a second time; "" without any."""
@@ -577,7 +586,7 @@ class SecondComputation:
 
     def _gradients_error(self) -> tuple[float | None, str]:
         """Return the largest relative error of a weight's gradient, and the weight; None if none can be compared."""
-        errors = {
+        errors = self._errors | {
             name: self._error(parameter.grad)
             for name, parameter in self._parameters
             if parameter.grad is not None and has_numbers(parameter.grad) and self.twin(parameter.grad) is not None

@@ -20,9 +20,11 @@ from mpinspect.ranges.capture.weights import RarerWork
 from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.second import SecondComputation
+from mpinspect.runtime.compiled_graphs import KEEPING, is_any_compiled
 from mpinspect.runtime.dispatch import doubt, obstacle
 from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.hooks import HandleList
+from mpinspect.runtime.wrappers import named_plainly, plain_names
 
 #: The first step that an inspector has computed twice: before it, optimizers have no state.
 _EARLY_STEP = 1
@@ -53,8 +55,10 @@ class RunningModules:
 
     def follow(self, model: torch.nn.Module) -> None:
         """Add the hooks."""
+        plain, compiled = plain_names(model), KEEPING.inside(model.modules())
         for path, module in model.named_modules():
-            self._handles.add_around(module, partial(self._enter, path, module), self._leave)
+            if id(module) not in compiled:
+                self._handles.add_around(module, partial(self._enter, plain[path], module), self._leave)
 
     def unfollow(self) -> None:
         """Remove the hooks."""
@@ -93,6 +97,7 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._second: SecondComputation | None = second
+        self.calls_graphs = getattr(second, "calls_graphs", None)
         self._powers = powers
         self._running, self._failed = running, failed
         self._process = os.getpid()
@@ -135,7 +140,7 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:
             if self._failed is None:
                 raise
-            self._second = self._powers = None
+            self._second = self._powers = self.calls_graphs = None
             self._failed(error)
             return None
 
@@ -171,6 +176,7 @@ class SecondSteps(Guarded):
     def attach(self) -> None:
         """Begin to listen; to be called on the thread that trains."""
         self._thread = threading.get_ident()
+        KEEPING.begin(self)
         optimizer_steps.listen(self)
         scalers.listen(self)
         self._step_may_have_ended()
@@ -180,6 +186,7 @@ class SecondSteps(Guarded):
         """Stop listening, and leave a step that has not ended uncounted."""
         optimizer_steps.unlisten(self)
         scalers.unlisten(self)
+        KEEPING.end(self)
         self._second = self._powers = None
         self._running.unfollow()
         self._leave()
@@ -237,13 +244,15 @@ class SecondSteps(Guarded):
 
     def _begin(self) -> None:
         self._choice.begins(self._step)
-        reason = obstacle([self._model]) or doubt([self._model])
+        model = self._model
+        reason = obstacle([model]) or doubt([model])
         if reason:
             self._recording.note(f"no step was computed twice: {reason}")
             return
-        parameters = list(self._model.named_parameters())
-        self._second = WholeStep(self._running.path, parameters, self._model.named_buffers())
-        self._powers = PowersOfScale(self._running.path, parameters)
+        parameters = named_plainly(model, model.named_parameters())
+        self._second = WholeStep(self._running.path, parameters, named_plainly(model, model.named_buffers()))
+        if not is_any_compiled([model]):
+            self._powers = PowersOfScale(self._running.path, parameters)
         self._running.follow(self._model)
         self._mode = Twice(self._second, self._running, self._powers, self._failed)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -253,9 +262,9 @@ class SecondSteps(Guarded):
         self._leave()
         second, powers = self._second, self._powers
         self._second = self._powers = None
-        if second is None or powers is None:
+        if second is None:
             return
-        records = [*second.records(), *powers.records()]
+        records = [*second.records(), *(powers.records() if powers else ())]
         self._choice.ends(records, self._recording.broken_phase())
         for record in records:
             self._recording.record(replace(record, step=step))
@@ -265,7 +274,7 @@ class SecondSteps(Guarded):
     def _leave(self) -> None:
         """Exit the mode. While a mode of the script is above it on the stack, it stays there and passes everything on."""
         if self._mode is not None:
-            self._mode.is_over = True
+            self._mode.is_over, self._mode.calls_graphs = True, None
             if _get_current_dispatch_mode() is self._mode:
                 self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
                 self._mode = None
