@@ -23,14 +23,9 @@ from mpinspect.ranges.faults.measure.operands import (
 )
 from mpinspect.ranges.faults.measure.repeats import Repeats
 from mpinspect.ranges.faults.measure.second import SUMS, SecondComputation
-<<<<<<< HEAD
-from mpinspect.ranges.faults.measure.twins import is_finite, storage_key
+from mpinspect.ranges.faults.measure.twins import distance, is_finite, storage_key
 from mpinspect.ranges.records import LostSum, Record, RoundedConstant, UpdateEffect
-=======
-from mpinspect.ranges.faults.measure.twins import distance, is_finite
-from mpinspect.ranges.records import LostSum, Record, RoundedConstant
 from mpinspect.runtime.compiled_graphs import Captured, Compiled
->>>>>>> wt-compile
 from mpinspect.runtime.outputs import leaves
 
 aten = torch.ops.aten
@@ -160,13 +155,10 @@ class OptimizerArithmetic(SecondComputation):
         others = (*stepped, *(each.grad for each in stepped))
         self._kept = KeptSums(others, narrow_storages(states), {})
         self._readers = {}
-<<<<<<< HEAD
         self._gradients = {storage_key(each): each.grad for each in stepped if is_plain(each) and is_plain(each.grad)}
         #: The decrease of the loss by exact and by rounded updates.
         self._exact = self._rounded = 0.0
-=======
         self._is_hidden = is_hidden
->>>>>>> wt-compile
         #: Elements of the operator that is being prepared.
         self._elements = 0
 
