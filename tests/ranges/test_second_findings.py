@@ -392,6 +392,11 @@ TAKEN = "# and the operators that take y"
             f"value = model(x) - price\n{WITH}\n    y = value.float().square()\n    {TAKEN}\n    loss = y.mean()",
         ),
         ("pow", "power = x**3 + 1", f"{WITH}\n    y = x.float().pow(3)\n    {TAKEN}\n    power = y + 1"),
+        (
+            "pow",
+            "rates = 10000.0 ** (-steps / width)",
+            f"x = -steps / width\n{WITH}\n    rates = 10000.0 ** x.float()\n    {TAKEN[:-1]}rates",
+        ),
         ("sum", "return x.sum(1) / n", f"{WITH}\n    y = x.float().sum(1)\n    {TAKEN}\n    return y / n"),
         ("mean", "m = torch.mean(x, -1)", f"{WITH}\n    m = x.float().mean(-1)\n    {TAKEN[:-1]}m"),
         ("div", "h = 1 / b", f"{WITH}\n    h = 1 / b.float()\n    {TAKEN[:-1]}h"),

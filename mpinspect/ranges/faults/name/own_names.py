@@ -31,17 +31,18 @@ _NARROWS = re.compile(r"\.(half|bfloat16|type)\(|\.to\((?![\w.]+\.dtype\))|float
 #: A line that assigns the result, the line that stands for the operators that take it, and a comment above operands.
 _RESULT, _TAKEN = re.compile(r"^ *(y|total|difference) = ", re.MULTILINE), re.compile(r"\bz = g\(y\)")
 #: The call of the operator as a method, at the end of a line.
-_CALL = re.compile(r"(?<!\btorch)\.\w+\([^()]*\)$", re.MULTILINE)
+_CALL = re.compile(r"(\S+)(?<!\btorch)\.\w+\([^()]*\)$", re.MULTILINE)
 _BELOW = re.compile(r"^( *)# (?:from inputs in FP32|in each block)\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class _Use:
-    """An operator in a line: its node, its operands by their names in a finding's code, and its call as a method."""
+    """An operator in a line: its node, its operands by their names in a finding's code, and its form before and after x."""
 
     node: ast.expr
     operands: Mapping[str, ast.expr]
-    call: str = ""
+    before: str = ""
+    after: str = ""
 
 
 def with_own_names(code: str, source: str, operator: str) -> str:
@@ -67,15 +68,18 @@ def with_own_names(code: str, source: str, operator: str) -> str:
     is_elsewhere = not all(re.search(rf"\b{name}\b", code) for name in use.operands)
     if is_elsewhere or any(_NARROWS.search(ast.unparse(each)) for each in use.operands.values()):
         return code
-    code = _CALL.sub(lambda found: use.call or found[0], code, count=1)
+    if use.before or use.after:
+        code = _CALL.sub(lambda found: f"{use.before}{found[1]}{use.after}", code, count=1)
     return _with_result(_with_operands(code, source, use), source, statement, use)
 
 
 def _used(node: ast.AST, operator: str) -> Iterator[_Use]:
     """Yield the use of an operator that a node is, if it is one."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, _SIGNS.get(operator, ())):
-        if operator == "pow":
-            yield _Use(node, {"x": node.left}, f".pow({ast.unparse(node.right)})")
+        if operator == "pow" and isinstance(node.left, ast.Constant):
+            yield _Use(node, {"x": node.right}, before=f"{node.left.value} ** ")
+        elif operator == "pow":
+            yield _Use(node, {"x": node.left}, after=f".pow({ast.unparse(node.right)})")
         else:
             yield _Use(node, {"a": node.left, "b": node.right})
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
@@ -89,7 +93,7 @@ def _used(node: ast.AST, operator: str) -> Iterator[_Use]:
         return
     more = [*map(ast.unparse, given[1:]), *(ast.unparse(each) for each in node.keywords)]
     operands = {name: each for name, each in zip(names, given, strict=False) if name}
-    yield _Use(node, operands, f".{method}({', '.join(more)})" * (names == ("x",)))
+    yield _Use(node, operands, after=f".{method}({', '.join(more)})" * (names == ("x",)))
 
 
 def _with_operands(code: str, source: str, use: _Use) -> str:

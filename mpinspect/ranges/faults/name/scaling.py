@@ -480,8 +480,8 @@ class _Recurs(Sentences):
         "acts."
     )
     LOOK = (
-        "Look at the batches of steps {numbers}. They may hold an outlier, a padded last batch, a sample or another loss once a "
-        "period. Clip its loss, make it smaller, or leave it out; each such step halves the scale for all the others."
+        "Look in the batches of steps {numbers} for an outlier, a padded last batch, a sample or another loss once a period. "
+        "Clip its loss, make it smaller, or leave it out. Each such step halves the scale for all the others."
     )
 
 
