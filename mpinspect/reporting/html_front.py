@@ -30,7 +30,6 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .panel p.follows{font-size:1em;font-weight:400}
 /* Room for 44 columns, the longest line of code. */
 .mpinspect .panel pre{margin-bottom:.7em;padding:.5em .4em;font-size:.82em}
-.mpinspect .panel pre .comment{white-space:pre;overflow:hidden;text-overflow:ellipsis;vertical-align:bottom}
 .mpinspect .panel ul{list-style:none;padding:0;margin:0}.mpinspect .panel li{margin:.15em 0}
 .mpinspect .panel .dim{font-size:.93em}
 .mpinspect .finding.warning{border-left-style:double}.mpinspect .panel .finding summary::marker{color:var(--soft)}

@@ -30,7 +30,7 @@ class _Prepared(Sentences):
         "Keep ids, and all numbers whose last digit matters, in int64. {dtype:format} has each whole number only up to "
         "{most:.0f}."
     )
-    CODE = "{expression}"
+    CODE = "# from inputs in FP32\ny = {expression}"
     INTEGERS = "ids = ids.long()"
 
 
