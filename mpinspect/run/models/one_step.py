@@ -58,6 +58,7 @@ class OneStep(Guarded):
         self._wants_matmuls = options.lint or (options.lint is None and not options.kernels)
         self._is_lint_asked = bool(options.lint)
         self._wants_trace = options.kernels
+        self._has_eager_samples = options.eager_samples
         self._directory, self._models, self._seen, self._compiled = directory, models, seen, compiled
         #: The thread whose step is recorded: dispatch modes and profiles are per thread.
         self._thread: int | None = None
@@ -106,9 +107,8 @@ class OneStep(Guarded):
         if not self._is_its_thread:
             return
         if self._is_replaced(optimizer):
-            # If the next phase is as long, a step that spans its end is computed twice: adapters may be merged there.
-            self._choice = StepChoice((_EARLY_STEP, self._stepped, *LATER_STEPS))
             self._optimizer, self._stepped = weakref.ref(optimizer), 0
+            self._choice = StepChoice((_EARLY_STEP, *LATER_STEPS))
             self._left_replaced -= 1
         if self._optimizer is not None and self._optimizer() is optimizer:
             self._step_passed()
@@ -244,10 +244,12 @@ class OneStep(Guarded):
         # Gradients of other threads' models may be freed while they are read.
         models = self._models.attached(self._thread)
         reason = obstacle(models.values()) or ("" if self._is_lint_asked else doubt(models.values()))
+        self._is_compiled = is_any_compiled(models.values())
+        if self._is_compiled and self._has_eager_samples:
+            reason = "compiled code runs uncompiled in sampled steps"
         if reason:
             self._note_lint(reason)
             return
-        self._is_compiled = is_any_compiled(models.values())
         if self._is_compiled:
             self._note_lint("code is compiled by torch.compile: use mpinspect lint on the model")
         parts = [part for model in models.values() for part in submodules(model)]

@@ -241,6 +241,9 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         """Return the second computation of the operator that runs; None for a part of a validation."""
         if self.second is None or not self._is_beside_the_step():
             return self.second
+        if self.in_optimizer and torch.is_grad_enabled() and not self._live_calls.evaluates:
+            # A closure, as Lightning's, enables gradients again for the loop's own code.
+            return self.second
         return self.second.of_optimizer if self.in_optimizer and not self.calls.any_running else None
 
     def _begin_second(self, second: Second, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -295,14 +298,10 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
             self._fault(error)
 
     def _is_beside_the_step(self) -> bool:
-        """Return whether an operator is the optimizer's own arithmetic, or part of a validation.
-
-        A closure, as Lightning's, enables gradients again for the loop's own code.
-        """
+        """Return whether an operator is the optimizer's own arithmetic, or part of a validation."""
         if torch._C._current_autograd_node() is not None:
             return False
-        is_of_optimizer = self.in_optimizer and not self.calls.any_running and not torch.is_grad_enabled()
-        return self._live_calls.evaluates or is_of_optimizer
+        return self._live_calls.evaluates or (self.in_optimizer and not self.calls.any_running)
 
     def _fault(self, error: Exception) -> None:
         self.recording = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -49,12 +50,17 @@ class WholeStep(SecondComputation):
         by_hand: bool = False,
     ) -> None:
         parameters = list(parameters)
-        self._repeats = Repeats(
-            parameters, self._unless_avoided, self._repeated, self._differentiated, self._not_repeated
+        # Without a reference cycle: the model must be freed with its last user.
+        own: Any = weakref.proxy(self)
+        repeats = Repeats(
+            parameters,
+            lambda: own._unless_avoided(),
+            lambda result, eager: own._repeated(result, eager),
+            lambda *given: own._differentiated(*given),
+            lambda error: own._not_repeated(error),
         )
-        super().__init__(
-            lambda: module() if self._repeats.path is None else self._repeats.path, parameters, buffers, by_hand
-        )
+        super().__init__(lambda: module() if repeats.path is None else repeats.path, parameters, buffers, by_hand)
+        self._repeats = repeats
         self._of_optimizers: list[OptimizerArithmetic] = []
         #: Whether compiled code has something finite that is not finite in its eager form.
         self._is_avoided = False

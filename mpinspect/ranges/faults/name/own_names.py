@@ -77,7 +77,7 @@ def _used(node: ast.AST, operator: str) -> Iterator[_Use]:
     """Yield the use of an operator that a node is, if it is one."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, _SIGNS.get(operator, ())):
         if operator == "pow" and isinstance(node.left, ast.Constant):
-            yield _Use(node, {"x": node.right}, before=f"{node.left.value} ** ")
+            yield _Use(node, {"x": node.right}, before=f"{ast.unparse(node.left)} ** ")
         elif operator == "pow":
             yield _Use(node, {"x": node.left}, after=f".pow({ast.unparse(node.right)})")
         else:
