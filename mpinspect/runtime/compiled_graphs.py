@@ -67,9 +67,12 @@ class Keeping:
         self._may_be_loaded()
 
     def end(self, user: object) -> None:
-        """Keep no further graphs for a user."""
+        """Keep no further graphs for a user; without users, those that were compiled so far count as missed."""
         self._users.discard(id(user))
         if not self._users:
+            # New modules get the ids of freed ones.
+            self._modules.clear()
+            self._kept = 0
             COMPILED.unlisten(self._may_be_loaded)
             if self._replaced is not None:
                 owner, original = self._replaced
