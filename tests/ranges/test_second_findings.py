@@ -419,6 +419,7 @@ def test_the_code_has_the_operands_of_the_users_line(operator, source, code):
         "return self.block(x)",
         "y = p * q * r",
         "y = self.weight.half() * x",
+        "y = a * b.to(x.dtype)",
         "y = mul(*pair)",
         "y *= 2",
         "mask = '",

@@ -26,8 +26,10 @@ _SEVERAL = {"index_put": ("total", "index", "terms"), "index_add": ("total", "",
 _OTHERS = {"a": "left", "b": "right", "x": "value"}
 #: Modules whose functions take the tensor as their first argument.
 _MODULES = re.compile(r"(torch|nn|F|functional)\b")
-#: A cast to 16 bits, which code that computes in FP32 must not repeat; one to another tensor's dtype follows that tensor.
-_NARROWS = re.compile(r"\.(half|bfloat16|type)\(|\.to\((?![\w.]+\.dtype\))|float16")
+#: A cast to 16 bits, which code that computes in FP32 must not repeat.
+_NARROWS = re.compile(r"\.(half|bfloat16|to|type)\(|float16")
+#: A comment above the addition to a stream in FP32, and a cast to the stream's dtype, which is FP32 there.
+_TO_STREAM, _FOLLOWS = "# in each block\n", re.compile(r"\.to\([\w.]+\.dtype\)")
 #: A line that assigns the result, the line that stands for the operators that take it, and a comment above operands.
 _RESULT, _TAKEN = re.compile(r"^ *(y|total|difference) = ", re.MULTILINE), re.compile(r"\bz = g\(y\)")
 #: The call of the operator as a method, at the end of a line.
@@ -66,7 +68,8 @@ def with_own_names(code: str, source: str, operator: str) -> str:
         return code
     (use,) = uses
     is_elsewhere = not all(re.search(rf"\b{name}\b", code) for name in use.operands)
-    if is_elsewhere or any(_NARROWS.search(ast.unparse(each)) for each in use.operands.values()):
+    operands = " ".join(map(ast.unparse, use.operands.values()))
+    if is_elsewhere or _NARROWS.search(_FOLLOWS.sub("", operands) if _TO_STREAM in code else operands):
         return code
     if use.before or use.after:
         code = _CALL.sub(lambda found: f"{use.before}{found[1]}{use.after}", code, count=1)
