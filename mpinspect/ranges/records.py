@@ -711,6 +711,22 @@ class FlushedResult(Record, kind="second-flushed"):
     times: float = 1
 
 
+class SaturatedCast(Record, kind="second-saturated"):
+    """A clamp to the range of FP8 that cuts off a part of the values.
+
+    Args:
+        lost: the share of the sum of magnitudes that is beyond the bound, 0..1.
+        saturated: the share of the elements that are beyond it, 0..1.
+        largest: the largest magnitude before the clamp.
+        bound: FP8's largest number.
+    """
+
+    lost: float
+    saturated: float
+    largest: float
+    bound: float
+
+
 class RoundedConstant(Record, kind="second-constant"):
     """A difference from the constant 1, in an optimizer's step, that is zero: the other number is 1 in 16 bits."""
 

@@ -21,6 +21,7 @@ DIFFERENCES = ADDITIONS | {aten.rsub}
 #: Operators that change no value but by its dtype.
 CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CLAMPS = frozenset({aten.clamp, aten.clamp_, aten.hardtanh, aten.hardtanh_})
 #: Beginnings of the names of operators that a backend implements as it likes.
 _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: The overloads of single operators, by those of foreach operators.
@@ -80,6 +81,14 @@ def is_cast_to_fp8(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return (operator is aten._to_copy and kwargs.get("dtype") in _FP8) or (
         operator is aten.copy_ and args[0].dtype in _FP8
     )
+
+
+def clamps_for(func: Any, args: tuple[Any, ...]) -> torch.dtype | None:
+    """Return the FP8 dtype whose largest number, and its negative, are the bounds of a clamp; None for another operator."""
+    if func.overloadpacket not in _CLAMPS or len(args) != 3 or not has_numbers(args[0]):
+        return None
+    _, low, high = args
+    return next((dtype for dtype in _FP8 if high == -low == torch.finfo(dtype).max), None)
 
 
 def is_opaque(func: Any, args: tuple[Any, ...]) -> bool:

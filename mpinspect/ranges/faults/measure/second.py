@@ -38,6 +38,7 @@ from mpinspect.ranges.faults.measure.operands import (
     DIFFERENCES,
     NARROW,
     Pending,
+    clamps_for,
     has_numbers,
     is_cast_to_fp8,
     is_decision,
@@ -210,6 +211,8 @@ class SecondComputation:
                 self._read_casts(func, args)
                 if func.overloadpacket in DIFFERENCES and self._readers and not kwargs:
                     self._subtract_large(func, args)
+            if fp8 := clamps_for(func, args):
+                self._compare_clamp(func, args, fp8)
             self._effects.weigh(args)
             if self._choices:
                 self._choices.use(func, leaves((*args, *kwargs.values())))
@@ -441,6 +444,12 @@ class SecondComputation:
         describe = partial(self._record, pending, value, text=passed_through(value.dtype))
         self._flushes.cast(value, source, lambda kind, **figures: _at_its_line(describe(kind, **figures)))
 
+    def _compare_clamp(self, func: Any, args: tuple[Any, ...], fp8: torch.dtype) -> None:
+        """Judge a clamp to the range of FP8, also of a backward."""
+        pending = Pending(func, (args, {}), None, None, (args, {}), fp8, False, None, None, sys._getframe())
+        describe = partial(self._record, pending, None, text=passed_through(fp8))
+        self._flushes.clamped(args[0], args[2], lambda kind, **figures: _at_its_line(describe(kind, **figures)))
+
     def _compare_kept(
         self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
     ) -> None:
@@ -559,7 +568,7 @@ class SecondComputation:
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
-        found += [*self._flushes.casts.values(), *self._coarse.values()]
+        found += [*self._flushes.casts.values(), *self._flushes.clamps.values(), *self._coarse.values()]
         firsts: tuple[type[Record], ...] = (CastToFP8, ChangedIntegers, Positions, StaleCasts, Ties)
         found += self._broken.records()
         found += [each for kind in firsts for each in self._found[kind][:1]]
