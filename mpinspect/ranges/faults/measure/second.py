@@ -39,6 +39,7 @@ from mpinspect.ranges.faults.measure.operands import (
     NARROW,
     Pending,
     clamps_for,
+    divisor_of,
     has_numbers,
     is_cast_to_fp8,
     is_decision,
@@ -72,6 +73,7 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     CastToFP8,
     ChangedIntegers,
+    InfiniteDivisor,
     LostSum,
     Positions,
     Record,
@@ -209,6 +211,7 @@ class SecondComputation:
             if is_in_forward():
                 self._edges.called(func.overloadpacket, args)
                 self._read_casts(func, args)
+                self._read_divisor(func, args)
                 if func.overloadpacket in DIFFERENCES and self._readers and not kwargs:
                     self._subtract_large(func, args)
             if fp8 := clamps_for(func, args):
@@ -231,6 +234,18 @@ class SecondComputation:
             names = (func.overloadpacket.__name__, innermost_line(sys._getframe()), self._phase, weight)
             text = dtype_name(self._narrow)
             self._found[StaleCasts].append(StaleCasts(name=self._module(), names=names, text=text, steps=1))
+
+    def _read_divisor(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Record the first FP16 divisor from before the step with infinities, whose quotients are zeros. Waits for the device."""
+        divisor = divisor_of(func, args)
+        if divisor is None or divisor.dtype is not torch.float16 or self._found[InfiniteDivisor]:
+            return
+        infinite = int(divisor.isinf().sum()) if self._kept.is_old(divisor) else 0
+        if infinite:
+            names = (func.overloadpacket.__name__, innermost_line(sys._getframe()), self._phase)
+            figures = {"infinite": float(infinite), "elements": float(divisor.numel())}
+            record = InfiniteDivisor(name=self._module(), names=names, text="float16", **figures)
+            self._found[InfiniteDivisor].append(record)
 
     def _subtract_large(self, func: Any, args: tuple[Any, ...]) -> None:
         """Record a difference of numbers that FP32 had rounded before. Waits for the device."""
@@ -354,8 +369,9 @@ class SecondComputation:
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
                     if not place:
-                        # Further results serve the backward only, and may be written partially.
+                        # Further results may be written partially.
                         self._compare(pending, value, twin)
+                        self._origins.passed_on([value], results[1:])
                     self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
                     given.add(storage_key(twin))
         except Exception:
@@ -569,7 +585,14 @@ class SecondComputation:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
         found += [*self._flushes.casts.values(), *self._flushes.clamps.values(), *self._coarse.values()]
-        firsts: tuple[type[Record], ...] = (CastToFP8, ChangedIntegers, Positions, StaleCasts, Ties)
+        firsts: tuple[type[Record], ...] = (
+            CastToFP8,
+            ChangedIntegers,
+            InfiniteDivisor,
+            Positions,
+            StaleCasts,
+            Ties,
+        )
         found += self._broken.records()
         found += [each for kind in firsts for each in self._found[kind][:1]]
         found += [*self._edges.records(), *self._choices.used]
@@ -662,6 +685,7 @@ class SecondComputation:
         if pending.func.overloadpacket in _DECIDING:
             decided = pending.func(*args, **kwargs)
             if not torch.equal(value, decided):
+                self._origins.passed_on(numbers_of(pending.given[0]), [value])
                 self._compare_choices(pending, value, decided)
                 self._twins.add(value, decided, is_cast=False)
                 return
