@@ -243,8 +243,9 @@ class SecondComputation:
         infinite = int(divisor.isinf().sum()) if self._kept.is_old(divisor) else 0
         if infinite:
             names = (func.overloadpacket.__name__, innermost_line(sys._getframe()), self._phase)
-            figures = {"infinite": float(infinite), "elements": float(divisor.numel())}
-            record = InfiniteDivisor(name=self._module(), names=names, text="float16", **figures)
+            record = InfiniteDivisor(
+                name=self._module(), names=names, text="float16", infinite=infinite, elements=divisor.numel()
+            )
             self._found[InfiniteDivisor].append(record)
 
     def _subtract_large(self, func: Any, args: tuple[Any, ...]) -> None:
