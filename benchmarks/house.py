@@ -39,24 +39,22 @@ def room(name: str) -> str:
 
 def imports(path: Path, known: dict[str, Path]) -> Iterator[Import]:
     """Yield the imports of a file, without those for annotations only. ``known``: the package's modules."""
-    tree = ast.parse(path.read_text("utf-8"))
-    lazy = {node for outer in ast.walk(tree) if isinstance(outer, ast.FunctionDef) for node in ast.walk(outer)}
-    for node in _running(tree):
+    for node, is_lazy in _running(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (Import(alias.name, node in lazy) for alias in node.names)
+            yield from (Import(alias.name, is_lazy) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 inside = f"{node.module}.{alias.name}"
-                yield Import(inside if inside in known else str(node.module), node in lazy)
+                yield Import(inside if inside in known else str(node.module), is_lazy)
 
 
-def _running(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield every descendant, without the bodies of ``if TYPE_CHECKING``."""
+def _running(node: ast.AST, is_lazy: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Yield every statement below a node, and whether it is inside a function; skip the bodies of ``if TYPE_CHECKING``."""
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        if isinstance(child, ast.expr) or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
             continue
-        yield child
-        yield from _running(child)
+        yield child, is_lazy
+        yield from _running(child, is_lazy or isinstance(child, ast.FunctionDef))
 
 
 def arrows(package: Path) -> set[tuple[str, str]]:

@@ -522,5 +522,5 @@ def finish(tile: Any, found: Any, row: Any) -> None:
     for number in range(layout.EXPONENT_SET):
         _empty(_planes_place(place_of(tile.sets), number), _counts_place(place_of(found), number))
     _empty_window(place_of(tile.sets), tile.window, row)
-    found[layout.CLASSES * DISTANCES : layout.MAXIMA] += tile.found_powers.sum(0)
-    found[layout.ZEROS_AT : layout.OVER] += tile.found_zeros.sum(0)
+    kernels.add_rows(tile.found_powers, found[layout.CLASSES * DISTANCES : layout.MAXIMA])
+    kernels.add_rows(tile.found_zeros, found[layout.ZEROS_AT : layout.OVER])

@@ -152,7 +152,8 @@ def _count(work: Any, given: Any, length: Any, found: Any, width: Any, threads: 
     results = np.zeros((threads, width), np.int64)
     used = shares.run(work, given, length, results, team)
     total = shares.carray(pointer(found, np.int64(0)), (width,))
-    total[: layout.ROW] = results[:used, : layout.ROW].sum(0)
+    total[: layout.ROW] = 0
+    kernels.add_rows(results[:used], total[: layout.ROW])
     kernels.merge(results[:used, layout.ROW :], total[layout.ROW :])
 
 

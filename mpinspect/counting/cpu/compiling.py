@@ -2,6 +2,9 @@
 
 numba finds a function in its cache by its name, its types, its processor and the text of its own file; changes of the
 functions that it calls go undetected. So every name ends with a digest of all files that contribute to a loop.
+
+Only functions that Python or a thread calls are stored, and become machine code. Making it of each function that these call took
+half of the time.
 """
 
 from __future__ import annotations
@@ -10,10 +13,12 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numba
 import numba.core.event
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
 
 from mpinspect.numeric.blocks import CUTS, DISTANCES, LOWEST_EXPONENT
 
@@ -52,9 +57,39 @@ def _named(function: Any) -> Any:
     return function
 
 
+class _Part(JITCodeLibrary):
+    """The code of a function that only compiled functions call. numba would optimise it alone and make machine code of it."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """Return 0, as for a name that is not defined."""
+        return 0
+
+    @property
+    def codegen(self) -> Any:
+        return self
+
+    def set_env(self, name: str, environment: Any) -> None:
+        """Do nothing: without machine code, the pointer to the function's environment has no memory."""
+
+
+class _PartCompiler(CompilerBase):
+    def define_pipelines(self) -> Any:
+        state, library, passes = self.state, cast(Any, _Part), cast(Any, DefaultPassBuilder)
+        state.library = library(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
+        return [passes.define_nopython_pipeline(state)]
+
+
 def compiled(function: Any) -> Any:
-    """Compile the function at its first call with each combination of argument types. It runs without the GIL."""
-    return numba.njit(nogil=True, cache=True)(_named(function))
+    """Compile a function for others to call, for each combination of argument types. It is optimised within its callers."""
+    njit: Any = numba.njit
+    return njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=_PartCompiler)(function)
 
 
 def compiled_for(signature: str) -> Callable[[Any], Any]:

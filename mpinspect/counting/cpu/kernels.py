@@ -609,11 +609,18 @@ def _as_float64(magnitude: Any) -> Any:
 
 
 @compiled
+def add_rows(rows: Any, row: Any) -> None:
+    """Add several rows to one. numba's own sum over an axis takes seconds to compile."""
+    for k in range(len(rows)):
+        for i in range(len(row)):
+            row[i] += rows[k, i]
+
+
+@compiled
 def merge(rows: Any, row: Any) -> None:
     """Merge several rows into one: add counts, and take the minimum and maximum of the extremes."""
     row[:] = rows[0]
     for k in range(1, len(rows)):
         low, high = min(row[MIN_BITS], rows[k, MIN_BITS]), max(row[MAX_BITS], rows[k, MAX_BITS])
-        for i in range(len(row)):
-            row[i] += rows[k, i]
+        add_rows(rows[k : k + 1], row)
         row[MIN_BITS], row[MAX_BITS] = low, high

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 
-from mpinspect.counting.cpu import shares
+from mpinspect.counting.cpu import kernels, shares
 from mpinspect.counting.cpu.compiling import compiled, compiled_for, function_of_c
 from mpinspect.counting.cpu.memory import pointer
 from mpinspect.counting.cpu.vectors import I64, LANES, VECTOR_BYTES, Code, Words, constant, emitted
@@ -160,7 +160,8 @@ def _count(work: Any, weights: Any, updates: Any, length: Any, found: Any, threa
     results = np.zeros((threads, 4), np.int64)
     used = shares.run(work, both.ctypes.data, length, results, team)
     total = shares.carray(pointer(found, np.int64(0)), (4,))
-    total[:] = results[:used].sum(0)
+    total[:] = 0
+    kernels.add_rows(results[:used], total)
 
 
 _WORK = function_of_c(_work)
