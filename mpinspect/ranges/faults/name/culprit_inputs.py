@@ -123,6 +123,7 @@ class _Batch(Sentences):
         "backward."
     )
     GOOD = (
+        "# before {at_forward}\n"
         "good = torch.isfinite({bad})\n"
         "good = good.reshape(len({bad}), -1).all(1)\n"
         "if not good.any():\n"
@@ -202,6 +203,7 @@ class _Outliers(Sentences):
         "forward."
     )
     GOOD = (
+        "# before {at_forward}\n"
         "good = batch.abs() < 65504\n"
         "good = good.reshape(len(batch), -1).all(1)\n"
         "if not good.any():\n"
@@ -599,9 +601,11 @@ class _Weights(Sentences):
         "Lower the {rate} (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different precision or "
         "loss scale does not help."
     )
-    NEW_OPTIMIZER = "optimizer = torch.optim.{optimizer}(\n    model.parameters(), lr={lower:g}\n)"
+    NEW_OPTIMIZER = (
+        "# in place of {at_optimizer}\noptimizer = torch.optim.{optimizer}(\n    model.parameters(), lr={lower:g}\n)"
+    )
     NEW_RATE_OF_GROUP = 'optimizer.param_groups[{group:.0f}]["lr"] = {lower:g}'
-    CLIP = "# between backward() and step()\ntorch.nn.utils.clip_grad_norm_(\n    model.parameters(), 1.0\n)"
+    CLIP = "# before {at_step}\ntorch.nn.utils.clip_grad_norm_(\n    model.parameters(), 1.0\n)"
 
 
 #: Adam's largest update is 3.2 times the learning rate at its default betas.
@@ -649,7 +653,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
             "moved": moved,
         },
         _Weights.WIDE_SQUARES.when(is_far) or _Weights.LOWER_RATE,
-        _Weights.ROOT.when(is_far) or (_new_rate(first, is_scheduled), _Weights.CLIP),
+        _Weights.ROOT.when(is_far) or _new_rate(first, is_scheduled),
         layer=first.name.rpartition(".")[0] or first.name,
         is_inferred=True,
         step=first.step,
@@ -675,10 +679,10 @@ def _consequence(broken: list[Event], before: int, loss_ratio: float) -> _Weight
     return _Weights.BROKE_THE_FORWARD.when(in_forward) or _Weights.BROKE_THE_BACKWARD
 
 
-def _new_rate(grown: WeightGrowth, is_scheduled: bool) -> _Weights | None:
-    """Return the code that lowers the learning rate; None if the rate is not known, or a schedule sets it."""
+def _new_rate(grown: WeightGrowth, is_scheduled: bool) -> _Weights:
+    """Return the code that lowers the learning rate, or that clips if the rate is not known or a schedule sets it."""
     if not grown.lr or is_scheduled:
-        return None
+        return _Weights.CLIP
     return _Weights.NEW_OPTIMIZER.when(grown.group is None) or _Weights.NEW_RATE_OF_GROUP
 
 

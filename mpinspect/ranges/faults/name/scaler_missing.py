@@ -31,7 +31,7 @@ class _OfNoUse(Sentences):
     MAY_SKIP = "If something became infinite or NaN, the scaler would silently skip that step."
     SKIPPED = "The scaler skipped {skipped_steps} steps, so that infinities and NaNs went unnoticed."
     TAKE_OUT = "Take the scaler out, or switch it off."
-    DISABLED = "scaler = torch.amp.GradScaler(enabled=False)"
+    DISABLED = "# {once}\nscaler = torch.amp.GradScaler(enabled=False)"
 
 
 def _scaler_of_no_use(case: Case) -> Iterator[Found]:
@@ -84,15 +84,20 @@ class _Missing(Sentences):
         "--loss-scale)."
     )
     FOR_SCALER = "Keep FP32 weights: GradScaler refuses FP16 gradients."
-    AUTOCAST_BF16 = "with torch.autocast({device_type}, torch.bfloat16):\n    loss = loss_fn(model(x), target)"
     FOR_DEVICE = "Make the scaler for the device of the model{room}."
     ENABLE = "Make the scaler with enabled=True{room}."
-    ENABLED = "# once, before the loop\nscaler = torch.amp.GradScaler(\n    {device_type}, enabled=True\n)"
+    ENABLED = "# {once}\nscaler = torch.amp.GradScaler(\n    {device_type}, enabled=True\n)"
     ENABLED_AT = (
-        "# once, before the loop\n"
+        "# {once}\n"
         "scaler = torch.amp.GradScaler(\n    {device_type},\n    init_scale=2.0**{log2_start},\n    enabled=True,\n)"
     )
-    SCALED_STEP = "# in the loop\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
+    SCALED_STEP = (
+        "# in place of {at_backward}\n"
+        "scaler.scale(loss).backward()\n"
+        "# in place of {at_step}\n"
+        "scaler.step(optimizer)\n"
+        "scaler.update()"
+    )
 
 
 #: By the sentence on the scaler: the change, and the line that makes the scaler, without and with an initial scale.
@@ -192,7 +197,7 @@ def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
         _evidence(case),
         {**words, "broken_step": first.step},
         (_Missing.FP32_WEIGHTS.when(in_half), _Missing.IN_BF16),
-        FP32Weights.IN_BF16.when(in_half) or _Missing.AUTOCAST_BF16,
+        FP32Weights.in_bf16(case.precision),
     )
 
 

@@ -97,7 +97,6 @@ class _Updates(Sentences):
     FP32_WEIGHTS_OR_MASTERS = (
         "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights."
     )
-    TO_FP32 = "# before the optimizer is made\nmodel.float()"
 
 
 @dataclass(frozen=True)
@@ -244,11 +243,11 @@ def _sampled(case: Case) -> str:
     return f" in the {number_of(sampled, 'sampled step')}" * (0 < sampled < case.progress.steps)
 
 
-def _kept_wide(lost: _LostInFormat, case: Case) -> tuple[_Updates | tuple[()], _Updates | FP32Weights | tuple[()]]:
+def _kept_wide(lost: _LostInFormat, case: Case) -> tuple[_Updates | tuple[()], FP32Weights | tuple[()]]:
     if not lost.is_fault:
         return (), ()
     if any(case.precision.autocast):
-        return _Updates.FP32_WEIGHTS, _Updates.TO_FP32
+        return _Updates.FP32_WEIGHTS, FP32Weights.TO_FP32
     return _Updates.FP32_WEIGHTS_OR_MASTERS, FP32Weights.of(lost.storage)
 
 
@@ -476,7 +475,7 @@ class _Masters(Sentences):
         "Make the masters, and the optimizer, after the weights are loaded; or set the masters to them."
     )
     SET_TO_WEIGHTS = (
-        "model.load_state_dict(state)\n"
+        "# after the weights are loaded\n"
         "weights = model.parameters()\n"
         "with torch.no_grad():\n"
         "    for p, master in zip(weights, masters):\n"

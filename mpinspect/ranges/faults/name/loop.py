@@ -1,0 +1,95 @@
+"""Names the lines of the training loop at which a finding's code goes, and writes the loop's own names into the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+
+from mpinspect.ranges.records import LoopLine, recorded
+from mpinspect.ranges.session import Session
+from mpinspect.reporting.streams import printable
+
+#: The words of lines that are not known, by role.
+_UNKNOWN = {
+    "forward": "the forward",
+    "backward": "backward()",
+    "clip": "clip_grad_norm_()",
+    "unscale": "unscale_()",
+    "step": "step()",
+    "optimizer": "the line that makes the optimizer",
+    "scaler": "the line that makes the scaler",
+}
+#: Backwards per step, on average, that count as several micro-batches.
+_SEVERAL = 1.5
+
+
+class Loop:
+    """The lines of a run's training loop.
+
+    Args:
+        session: the record of the run.
+    """
+
+    def __init__(self, session: Session) -> None:
+        found = {each.text: each.names for each in reversed(list(recorded(session.measurements, LoopLine)))}
+        self._own = {role: name for role, (name, _) in found.items() if name and name != role}
+        #: By role: its line with its text.
+        self._lines = {role: line for role, (_, line) in found.items() if session.source_of(line)}
+        self._texts = {role: session.source_of(line) for role, line in self._lines.items()}
+        self._words = {role: printable(f"{line}: {self._texts[role]}") for role, line in self._lines.items()}
+        progress = session.progress
+        self._has_micro_batches = progress.backwards >= _SEVERAL * max(progress.steps, 1)
+        self._has_scaler = any(scaler.enabled for scaler in session.precision.scalers)
+
+    def words(self) -> Mapping[str, str]:
+        """Return words for the loop's lines.
+
+        These are "at_backward", ..., each a line with its text; "last_backward" of a step; "once", the place of a new scaler;
+        "forward_at", the line alone; and "forward", its statement.
+        """
+        words = {f"at_{role}": self._words.get(role, unknown) for role, unknown in _UNKNOWN.items()}
+        once = "once, before the loop"
+        if "scaler" in self._words:
+            once = f"in place of {words['at_scaler']}"
+        elif "optimizer" in self._words and not self._has_scaler:
+            once = f"after {words['at_optimizer']}"
+        forward = self._texts.get("forward", "")
+        return {
+            **words,
+            "last_backward": f"{words['at_backward']}{', the last of a step' * self._has_micro_batches}",
+            "once": once,
+            "forward_at": self._lines.get("forward", _UNKNOWN["forward"]),
+            "forward": forward if _is_statement(forward) else "output = model(x)",
+        }
+
+    def in_own_words(self, code: str) -> str:
+        """Return code with the loop's names in place of model, optimizer, scaler and loss; comments and its own lines stay."""
+        if not self._own:
+            return code
+        names = re.compile(rf"(?<![\w.\"])({'|'.join(self._own)})\b")
+        own = set(self._texts.values())
+        lines = (
+            line
+            if line.lstrip().startswith("#") or line.strip() in own
+            else names.sub(lambda found: self._own[found[1]], line)
+            for line in code.split("\n")
+        )
+        return "\n".join(lines)
+
+    def line_in(self, code: str) -> str:
+        """Return the first of the loop's lines that code names as its place; "" if it names none."""
+        found = [
+            (place.start(), line)
+            for line in self._lines.values()
+            if (place := re.search(rf"{re.escape(line)}\b", code))
+        ]
+        return min(found, default=(0, ""))[1]
+
+
+def _is_statement(text: str) -> bool:
+    """Return whether a line's text is a whole statement."""
+    try:
+        return len(ast.parse(text).body) == 1
+    except (SyntaxError, ValueError):
+        return False
