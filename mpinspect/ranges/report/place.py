@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from mpinspect.ranges.analysis.first_line import first_line
@@ -73,8 +74,11 @@ def began(report: RangeReport) -> Began:
 
 
 def in_words(id: str) -> str:
-    """Return the id of a finding as words: "Mask hides whole row"."""
-    return upper_first(id.replace("-", " ").replace("non finite", "non-finite"))
+    """Return the id of a finding as words: "Mask hides whole row", "Breaks in FP32 too"."""
+    words = upper_first(id.replace("-", " ").replace("non finite", "non-finite"))
+    return re.sub(
+        r"\b(b?f)(?:loat|p)(\d+)", lambda found: f"{found[1].upper()}{'P' * (found[1] == 'f')}{found[2]}", words
+    )
 
 
 def _is_cause(finding: Finding, event: Event) -> bool:

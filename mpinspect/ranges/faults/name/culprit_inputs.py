@@ -604,7 +604,7 @@ class _Weights(Sentences):
     NEW_OPTIMIZER = (
         "# in place of {at_optimizer}\noptimizer = torch.optim.{optimizer}(\n    model.parameters(), lr={lower:g}\n)"
     )
-    NEW_RATE_OF_GROUP = 'optimizer.param_groups[{group:.0f}]["lr"] = {lower:g}'
+    NEW_RATE_OF_GROUP = '# after {at_optimizer}\noptimizer.param_groups[{group:.0f}]["lr"] = {lower:g}'
     CLIP = "# before {at_step}\ntorch.nn.utils.clip_grad_norm_(\n    model.parameters(), 1.0\n)"
 
 

@@ -147,7 +147,7 @@ class Fault:
     def finding(self, found: Found, session: Session) -> Finding:
         """Return the finding of one occurrence; its code begins with the lines of the script that it is about.
 
-        A finding without a layer or a line has the line of the training loop at which its code goes.
+        A finding without a line has the line of the training loop at which its code goes.
         """
         loop = Loop(session)
         figures = {
@@ -163,7 +163,7 @@ class Fault:
         if line in sources:
             evidence["source"] = sources[line]
             code = with_own_names(code, sources[line], found.operator)
-        elif not line and not found.layer and (place := loop.line_in(code)):
+        elif not line and (place := loop.line_in(code)):
             evidence["line"] = place
         if fix:
             code = "\n".join([*(printable(f"# {each}: {source}") for each, source in sources.items()), code]).rstrip()

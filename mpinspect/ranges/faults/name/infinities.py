@@ -287,7 +287,7 @@ class _Alike(Sentences):
         "Correct the inputs of {operator} in {place}. Look for a zero that divides, the logarithm of zero, an empty row, or a "
         "constant that was rounded to 16 bits before the step, such as a noise schedule."
     )
-    SHOW = "# before it: the elements that break\ny = {of_inputs}\nprint((~y.isfinite()).nonzero())"
+    SHOW = "y = {of_inputs}\n# the elements that break\nprint((~y.isfinite()).nonzero())"
 
 
 def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from mpinspect.ranges.records import LoopLine, recorded
 from mpinspect.ranges.session import Session
 from mpinspect.reporting.streams import printable
+from mpinspect.runtime.briefly import first_line_of
 
 #: The words of lines that are not known, by role.
 _UNKNOWN = {
@@ -20,6 +21,8 @@ _UNKNOWN = {
     "optimizer": "the line that makes the optimizer",
     "scaler": "the line that makes the scaler",
 }
+#: Most characters of a line that code quotes: the whole line stands in the script.
+_QUOTED = 36
 #: Backwards per step, on average, that count as several micro-batches.
 _SEVERAL = 1.5
 
@@ -32,12 +35,16 @@ class Loop:
     """
 
     def __init__(self, session: Session) -> None:
-        found = {each.text: each.names for each in reversed(list(recorded(session.measurements, LoopLine)))}
+        lines = [each for each in recorded(session.measurements, LoopLine) if len(each.names) == 2]
+        found = {each.text: each.names for each in reversed(lines)}
         self._own = {role: name for role, (name, _) in found.items() if name and name != role}
         #: By role: its line with its text.
         self._lines = {role: line for role, (_, line) in found.items() if session.source_of(line)}
         self._texts = {role: session.source_of(line) for role, line in self._lines.items()}
-        self._words = {role: printable(f"{line}: {self._texts[role]}") for role, line in self._lines.items()}
+        self._words = {
+            role: f"{line}: {first_line_of(printable(self._texts[role]), _QUOTED)}"
+            for role, line in self._lines.items()
+        }
         progress = session.progress
         self._has_micro_batches = progress.backwards >= _SEVERAL * max(progress.steps, 1)
         self._has_scaler = any(scaler.enabled for scaler in session.precision.scalers)

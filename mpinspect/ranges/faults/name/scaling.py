@@ -478,8 +478,8 @@ class _Recurs(Sentences):
         "acts."
     )
     LOOK = (
-        "Look in the batches of steps {numbers} for an outlier, a padded last batch, a sample or another loss once a period. "
-        "Clip its loss, make it smaller, or leave it out. Each such step halves the scale for all the others."
+        "Look at the batches of steps {numbers}. It may be an outlier, a padded last batch, a sample or another loss once a "
+        "period. Clip its loss, make it smaller, or leave it out. Each such step halves the scale for all the others."
     )
     PRINT = (
         "# before {at_forward}\n"

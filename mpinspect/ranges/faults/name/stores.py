@@ -95,7 +95,7 @@ class _Updates(Sentences):
     )
     FP32_WEIGHTS = "Keep all weights in FP32: autocast casts the operands of each product."
     FP32_WEIGHTS_OR_MASTERS = (
-        "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights."
+        "Keep the weights in FP32 and compute in 16 bits by autocast. FP32 masters in the optimizer do as well."
     )
 
 

@@ -141,7 +141,7 @@ export class Shares {
     const { isBound } = view;
     const lost = isBound ? `≤${percent(Math.max(...those.map((/** @type {any} */ layer) => view.lossOf(layer))))}` : counted;
     const beside = broken && this.hasCurve ? [element("b", { className: "bad" }, `${this.view.chosen ? "" : "up to "}${percent(broken)} inf, NaN: the curves are of finite values`)] : [];
-    if (isBound || (view.hidesValues && this.hasCurve)) beside.push(element("span", {}, "zeros may have been values"));
+    if (view.hidesValues && this.hasCurve) beside.push(element("span", {}, "zeros may have been values"));
     return [...whatIf, element("b", {}, `at ${power(scale)}`), this.fold, element("span", {}, `${lost} flushed${this.hasCurve && !isBound ? ` (${weight} of the magnitudes)` : ""}, ${over} overflow${broken && !this.hasCurve ? " (finite)" : ""}`), ...beside];
   }
 
