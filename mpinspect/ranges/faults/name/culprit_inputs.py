@@ -598,8 +598,8 @@ class _Weights(Sentences):
         "v = (codes * scale).square()"
     )
     LOWER_RATE = (
-        "Lower the {rate} (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different precision or "
-        "loss scale does not help."
+        "Lower the {rate} to a tenth, and again if need be. A warm-up or clipped gradients may help as well, a different "
+        "precision or loss scale does not."
     )
     NEW_OPTIMIZER = (
         "# in place of {at_optimizer}\noptimizer = torch.optim.{optimizer}(\n    model.parameters(), lr={lower:g}\n)"

@@ -147,7 +147,7 @@ class Fault:
     def finding(self, found: Found, session: Session) -> Finding:
         """Return the finding of one occurrence; its code begins with the lines of the script that it is about.
 
-        A finding without a line has the line of the training loop at which its code goes.
+        Its evidence has the line of the training loop at which the code goes, as "change_at".
         """
         loop = Loop(session)
         figures = {
@@ -163,8 +163,8 @@ class Fault:
         if line in sources:
             evidence["source"] = sources[line]
             code = with_own_names(code, sources[line], found.operator)
-        elif not line and (place := loop.line_in(code)):
-            evidence["line"] = place
+        if at := loop.line_in(code):
+            evidence["change_at"] = at
         if fix:
             code = "\n".join([*(printable(f"# {each}: {source}") for each, source in sources.items()), code]).rstrip()
         return Finding(

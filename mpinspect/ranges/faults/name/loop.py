@@ -21,6 +21,8 @@ _UNKNOWN = {
     "optimizer": "the line that makes the optimizer",
     "scaler": "the line that makes the scaler",
 }
+#: The roles of assignments.
+_ASSIGNED = ("model", "optimizer", "scaler", "loss")
 #: Most characters of a line that code quotes: the whole line stands in the script.
 _QUOTED = 36
 #: Backwards per step, on average, that count as several micro-batches.
@@ -46,7 +48,7 @@ class Loop:
             for role, line in self._lines.items()
         }
         progress = session.progress
-        self._has_micro_batches = progress.backwards >= _SEVERAL * max(progress.steps, 1)
+        self._has_micro_batches = progress.backwards >= _SEVERAL * progress.steps > 0
         self._has_scaler = any(scaler.enabled for scaler in session.precision.scalers)
 
     def words(self) -> Mapping[str, str]:
@@ -85,13 +87,10 @@ class Loop:
         return "\n".join(lines)
 
     def line_in(self, code: str) -> str:
-        """Return the first of the loop's lines that code names as its place; "" if it names none."""
-        found = [
-            (place.start(), line)
-            for line in self._lines.values()
-            if (place := re.search(rf"{re.escape(line)}\b", code))
-        ]
-        return min(found, default=(0, ""))[1]
+        """Return the first of the loop's lines that code names, a call rather than an assignment; "" if it names none."""
+        places = ((role, line, re.search(rf"{re.escape(line)}\b", code)) for role, line in self._lines.items())
+        found = [(role in _ASSIGNED, place.start(), line) for role, line, place in places if place]
+        return min(found, default=(False, 0, ""))[2]
 
 
 def _is_statement(text: str) -> bool:
