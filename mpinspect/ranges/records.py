@@ -864,8 +864,8 @@ class WrittenByLoop(Record, kind="written-by-loop"):
 class LoopLine(Record, kind="loop-line"):
     """A line of the training loop. ``text``: its role. ``names``: the name that it assigns, or "", and the line, or "".
 
-    The roles are "forward", "backward", "clip", "unscale" and "step", of calls, and "model", "optimizer", "scaler" and "loss", of
-    names.
+    The roles are "forward", "backward", "clip", "unscale" and "step", of calls, and "model", "optimizer", "scaler" and "loss",
+    which may be expressions.
     """
 
 

@@ -82,6 +82,12 @@ def test_each_line_of_the_loop_is_recorded_once(tmp_path):
         (CLIPPED, "unscale-missing", "nn.utils.clip_grad_norm_(net.parameters(), 0.1)", "amp.unscale_(opt)"),
         (FORGOTTEN, "gradients-never-zeroed", "opt.step()", "opt.zero_grad()"),
         (UNSCALED, "scaler-missing-in-float16", "y.float().mean().backward()", "scaler.step(opt)"),
+        (
+            UNSCALED,
+            "scaler-missing-in-float16",
+            "y.float().mean().backward()",
+            "scaler.scale(y.float().mean()).backward()",
+        ),
     ],
 )
 def test_code_names_its_line_and_has_the_names_of_the_loop(tmp_path, loop, id, at, code):

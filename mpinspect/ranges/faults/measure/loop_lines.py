@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import ast
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -13,10 +14,6 @@ from mpinspect.ranges.capture.observations import Call
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 from mpinspect.runtime.user_line import assignment_of, innermost_line, source_of
 
-_NAME = r"([A-Za-z_][\w.]*)"
-_SCALED, _LOSS = re.compile(rf"{_NAME}\.scale\({_NAME}\)\.backward\("), re.compile(rf"{_NAME}\.backward\(")
-_SCALER_STEPS, _STEPS = re.compile(rf"{_NAME}\.step\({_NAME}"), re.compile(rf"{_NAME}\.step\(")
-_MODEL = re.compile(rf"{_NAME}\.(?:named_)?parameters\(")
 #: The roles without which a further measured step is read.
 _WANTED = {"forward", "backward", "step"}
 
@@ -41,11 +38,12 @@ class LoopLines(Measuring):
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Find the line of the backward. The last one before a step counts: an earlier one may belong to another model."""
-        text = self._find("backward", "backward(")
-        if scaled := _SCALED.search(text):
-            self._name("scaler", scaled[1], "backward")
-        if loss := scaled or _LOSS.search(text):
-            self._name("loss", loss[loss.re.groups], "backward")
+        loss, _ = _call_of("backward", self._find("backward", "backward("))
+        scaler, given = _call_of("scale", loss)
+        if scaler:
+            self._name("scaler", scaler, "backward")
+        if loss:
+            self._name("loss", given or loss, "backward")
 
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Find the line that unscales the gradients, unless the scaler's step does."""
@@ -67,14 +65,15 @@ class LoopLines(Measuring):
         """Note the line of the step, and the lines that make the optimizer and the scaler."""
         if not self.at_work or "step" in self._found:
             return
-        text = self._find("step", "step(")
-        scaler_steps = by_scaler and _SCALER_STEPS.search(text)
-        if scaler_steps:
-            self._name("scaler", scaler_steps[1], "step")
-        if steps := scaler_steps or _STEPS.search(text):
-            self._name("optimizer", steps[steps.re.groups], "step")
-            if model := _MODEL.search(source_of(self._found["optimizer"][1])):
-                self._name("model", model[1], "optimizer")
+        optimizer, given = _call_of("step", self._find("step", "step("))
+        if by_scaler and given:
+            self._name("scaler", optimizer, "step")
+            optimizer = given
+        if optimizer:
+            self._name("optimizer", optimizer, "step")
+            model, _ = _call_of("parameters", source_of(self._found["optimizer"][1]))
+            if model:
+                self._name("model", model, "step")
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the lines that are new."""
@@ -100,3 +99,12 @@ class LoopLines(Measuring):
     def _name(self, role: str, name: str, of: str) -> None:
         """Note a name for a role, and the line that assigns it, in the file of another role's line."""
         self._found[role] = name, assignment_of(name, self._found[of][1])
+
+
+def _call_of(method: str, text: str) -> tuple[str, str]:
+    """Return the object and the first argument of a method's call in a statement, as code; "" for each that is missing."""
+    with suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method:
+                return ast.unparse(node.func.value), "".join(map(ast.unparse, node.args[:1]))
+    return "", ""

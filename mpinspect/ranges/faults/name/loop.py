@@ -39,7 +39,7 @@ class Loop:
     def __init__(self, session: Session) -> None:
         lines = [each for each in recorded(session.measurements, LoopLine) if len(each.names) == 2]
         found = {each.text: each.names for each in reversed(lines)}
-        self._own = {role: name for role, (name, _) in found.items() if name and name != role}
+        self._own = {role: name for role, (name, _) in found.items() if name}
         #: By role: its line with its text.
         self._lines = {role: line for role, (_, line) in found.items() if session.source_of(line)}
         self._texts = {role: session.source_of(line) for role, line in self._lines.items()}
@@ -73,15 +73,14 @@ class Loop:
         }
 
     def in_own_words(self, code: str) -> str:
-        """Return code with the loop's names in place of model, optimizer, scaler and loss; comments and its own lines stay."""
-        if not self._own:
-            return code
-        names = re.compile(rf"(?<![\w.\"])({'|'.join(self._own)})\b")
-        own = set(self._texts.values())
+        """Return code with the loop's names of the model, optimizer, scaler and scaled loss; comments and its own lines stay."""
+        code = code.replace("scaler.scale(loss)", f"scaler.scale({self._own.get('loss', 'loss')})")
+        names = re.compile(r"(?<![\w.\"])(model|optimizer|scaler)\b")
+        kept = set(self._texts.values())
         lines = (
             line
-            if line.lstrip().startswith("#") or line.strip() in own
-            else names.sub(lambda found: self._own[found[1]], line)
+            if line.lstrip().startswith("#") or line.strip() in kept
+            else names.sub(lambda found: self._own.get(found[1], found[1]), line)
             for line in code.split("\n")
         )
         return "\n".join(lines)
