@@ -491,7 +491,8 @@ def test_recurring_overflows_are_reported_with_their_steps(scales, words):
     assert finding.message.startswith(
         f"Every 3 steps (5, 8, 11, ...) the gradients overflow in the code after '2', although the scale {words}"
     )
-    assert finding.fix.startswith("Look in the batches of steps 5, 8, 11, ... for an outlier")
+    assert finding.fix.startswith("In steps 5, 8, 11, ... look for an outlier")
+    assert "if step in (5, 8, 11):" in finding.code
 
 
 def packed_in(dtype):

@@ -48,7 +48,8 @@ def code_of(finding: Finding) -> str:
 
 
 def _operator(finding: Finding) -> str:
-    return operator_named(str(finding.evidence.get("operator") or ""))
+    operator, _, _ = str(finding.evidence.get("operator") or "").partition(", where")
+    return operator_named(operator)
 
 
 def phase_of(finding: Finding) -> str:

@@ -117,7 +117,7 @@ class _Batch(Sentences):
     TARGETS = "In step {step} the targets hold infinities or NaNs{places}: the model did not make them."
     ALSO = "The model's input was not finite in {further:count further step}."
     ALONE = "The model's input was finite in all other steps."
-    LOOK = "Look at these samples and their preprocessing; leave them out or repair them before they reach the model."
+    LOOK = "Leave these samples out before they reach the model, and look at their preprocessing."
     LOOK_ON_EACH_RANK = (
         "Look at these samples and their preprocessing. Repair them or leave their losses out: every rank needs its "
         "backward."
@@ -199,8 +199,8 @@ class _Outliers(Sentences):
     )
     AGAIN = "It is so in at least {further:count further step}."
     LEAVE_OUT = (
-        "Standardise or clamp the model's input, or leave out such samples before they reach the model. No loss scale repairs a "
-        "forward."
+        "Leave out such samples before they reach the model. To keep them, standardise or clamp the model's input. No loss scale "
+        "repairs a forward."
     )
     GOOD = (
         "# before {at_forward}\n"
@@ -242,8 +242,8 @@ def _batch_beyond_float16(case: Case) -> Iterator[Found]:
 class _Mask(Sentences):
     ROWS = "{when} a mask hides all scores of {count:count row}{places}, whose softmax is 0/0, which is NaN."
     KEEP_A_KEY = (
-        "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
-        "torch.finfo(scores.dtype).min{in_16_bits}."
+        "Leave each row at least one key. A mask of a large finite number of the scores' own dtype, "
+        "torch.finfo(scores.dtype).min{in_16_bits}, serves as well."
     )
     CAUSES = "Possible causes: an empty sample, padding on the wrong side, a mask that is applied twice."
     UNMASK = "# True: visible. A row without keys gets\n# them all; ignore it in the loss\nmask[~mask.any(-1)] = True"

@@ -173,8 +173,8 @@ class _Refused(Sentences):
     ENDED = "GradScaler ended the run: it does not unscale FP16 gradients, whose true values FP16 may flush."
     IN_HALF = "The gradients of {names:some 6} are in FP16."
     TRAIN_IN_FP32 = (
-        "Cast the trained weights to FP32 before the optimizer is made; autocast casts them for each product. Frozen weights may "
-        "stay in FP16."
+        "Cast the trained weights to FP32 before the optimizer is made. Autocast casts them for each product, and frozen weights "
+        "may stay in FP16."
     )
     CAST_TRAINED = (
         "# before {at_optimizer}\n"

@@ -79,13 +79,12 @@ class _Missing(Sentences):
         "If the loop scales the loss by hand, give the inspector the scale (loss_scale=; mpinspect run: --loss-scale), and let "
         "the loop skip steps that are not finite."
     )
-    SCALE = (
-        "Scale the loss{room}. If the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: "
-        "--loss-scale)."
-    )
+    SCALE = "Scale the loss."
+    ROOM = "2^{log2_start} is {headroom} powers of two below the largest scale at which nothing seen overflows; less may do."
+    IF_BY_HAND = "If the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
     FOR_SCALER = "Keep FP32 weights: GradScaler refuses FP16 gradients."
-    FOR_DEVICE = "Make the scaler for the device of the model{room}."
-    ENABLE = "Make the scaler with enabled=True{room}."
+    FOR_DEVICE = "Make the scaler for the device of the model."
+    ENABLE = "Make the scaler with enabled=True."
     ENABLED = "# {once}\nscaler = torch.amp.GradScaler(\n    {device_type}, enabled=True\n)"
     ENABLED_AT = (
         "# {once}\n"
@@ -215,20 +214,23 @@ def _unscaled(dropped: Event | None, case: Case) -> Found:
         # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
         return Found(says, _evidence(case), words, _Missing.SKIP_BY_HAND)
     recommended = case.advised.advice.recommended
-    log2, room = round(log2_of(recommended or 1.0)), ""
+    log2 = round(log2_of(recommended or 1.0))
     has_start = log2 != 0
     if not recommended:
         log2 = max((_room(case) or 0) - HEADROOM, 0)
         has_start = 0 < log2 < LOG2_INITIAL or (log2 > LOG2_INITIAL and bool(zeros or crowd))
-        below = f"{HEADROOM} powers of two below the largest at which nothing seen overflows; less may do"
-        room = f" (begin at 2^{log2}, {below})" * has_start
     in_half = FLOAT16.name in case.precision.weights
     fix, new, begin = _MADE[no_scaler]
     return Found(
         says,
         _evidence(case),
-        {**words, "room": room, "log2_start": log2},
-        (_Missing.FOR_SCALER.when(in_half), fix),
+        {**words, "log2_start": log2, "headroom": HEADROOM},
+        (
+            _Missing.FOR_SCALER.when(in_half),
+            fix,
+            _Missing.ROOM.when(has_start and not recommended),
+            _Missing.IF_BY_HAND.when(fix is _Missing.SCALE),
+        ),
         (
             FP32Weights.IN_FP16.when(in_half),
             begin.when(has_start) or new,

@@ -464,8 +464,8 @@ class _Masters(Sentences):
     FP32_COPY = "Keep copies of weights that are written back (a stash, a checkpoint, a broadcast) in FP32."
     STASH = "stash = [\n    p.detach().clone()\n    for p in model.parameters()\n]"
     ONE_WAY = (
-        "Copy only from the masters to the weights, and save and load the masters with a checkpoint: they are the weights of "
-        "the training."
+        "Copy only from the masters to the weights. Save and load the masters with a checkpoint: they are the weights of the "
+        "training."
     )
     STALE = (
         "Before the first step the masters of {modules} had other values than the weights ({changed:percent} of their elements "
