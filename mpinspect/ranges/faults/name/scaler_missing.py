@@ -80,7 +80,7 @@ class _Missing(Sentences):
         "the loop skip steps that are not finite."
     )
     SCALE = "Scale the loss."
-    ROOM = "2^{log2_start} is {headroom} powers of two below the largest scale at which nothing seen overflows; less may do."
+    ROOM = "The scale 2^{log2_start} is {headroom} powers of two below the largest at which nothing seen overflows; less may do."
     IF_BY_HAND = "If the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
     FOR_SCALER = "Keep FP32 weights: GradScaler refuses FP16 gradients."
     FOR_DEVICE = "Make the scaler for the device of the model."

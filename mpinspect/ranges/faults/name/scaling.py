@@ -478,7 +478,7 @@ class _Recurs(Sentences):
         "acts."
     )
     LOOK = (
-        "In steps {numbers} look for an outlier in the batch. It may also be a padded last batch, a sample or another loss once a "
+        "In steps {numbers} look for an outlier in the batch. It may also be a padded last batch, or another loss once a "
         "period. Clip its loss, make it smaller, or leave it out. Each such step halves the scale for all the others."
     )
     PRINT = (
