@@ -36,7 +36,7 @@ class _Replaced(Sentences):
         "replaced them by finite values before the scaler checked, so no step was skipped{and_scale}. The optimizer used the "
         "replaced numbers."
     )
-    TAKE_OUT = "Remove the replacement: the scaler then skips such steps, and lowers its scale until they end."
+    TAKE_OUT = "Remove the replacement. The scaler then skips such steps, and lowers its scale until they end."
     REPAIR = (
         "Remove the cause of the infinities and NaNs: they occur in {broken} of {all_steps} steps, so skipping such steps would "
         "leave few or none."
