@@ -3,8 +3,9 @@
     python examples/faults/first_screens.py RUNS
 
 RUNS is a folder of runs, such as `gallery.py --runs` keeps. For each page: the share of the picture (losses, map and steps),
-whether a broken run's culprit is visible without a click, and the number of words in the panel up to the change (of a run
-without one: in the headline). Exits with 1 where a picture takes less than 60 %, or a culprit is hidden.
+whether a broken run's culprit is visible without a click, the number of words in the panel up to the change (of a run without
+one: in the headline), the lines of the change's code that are to be typed, and whether the headline or the code names a line of
+the script. Exits with 1 where a picture takes less than 60 %, or a culprit is hidden.
 
 Needs playwright (pip install 'mpinspect[browser]') and a Chromium of the system.
 """
@@ -43,6 +44,8 @@ _COUNT = """() => {
   const panel = [...document.querySelectorAll(".panel > *")];
   const change = panel.findIndex((node) => node.textContent.startsWith("Change"));
   const read = panel.slice(0, change + 1 || 1);
+  const next = change < 0 ? null : panel[change + 1];
+  const code = next?.matches("pre") ? next : next?.querySelector(":scope > pre");
   const marked = [...document.querySelectorAll(".explorer tr.marked, .explorer tr.near")];
   return {
     state: document.querySelector(".bar .state")?.textContent ?? "",
@@ -51,6 +54,9 @@ _COUNT = """() => {
     seen: marked.some(seen),
     head: panel.length ? shown(panel[0]) : "",
     words: read.reduce((total, node) => total + words(shown(node)), 0),
+    changes: change >= 0,
+    lines: code?.querySelectorAll("span:not(.comment)").length ?? 0,
+    placed: /\\w\\.py:\\d/.test([...read, code].map((node) => node?.textContent ?? "").join(" ")),
   };
 }"""
 
@@ -83,13 +89,23 @@ def main() -> int:
         hidden = page["marked"] > 0 and not page["seen"]
         wrong += hidden or page["picture"] < LEAST
         culprit = "hidden" if hidden else "seen" if page["seen"] else "none"
-        figures = f"picture {page['picture']:.3f}  culprit {culprit:6}  {page['words']:3} words"
+        figures = (
+            f"picture {page['picture']:.3f}  culprit {culprit:6}  {page['words']:3} words  {page['lines']:2} lines"
+        )
+        figures += "  placed" * page["placed"]
         print(f"{name:32} {page['state']:8} {figures}  {page['head']}")
     shares, words = ([page[key] for page in found.values()] for key in ("picture", "words"))
+    asking = [page for page in found.values() if page["changes"]]
     print(
         f"{len(found)} pages: picture {min(shares):.3f} to {max(shares):.3f}; words until the change is said: median "
         f"{statistics.median(words):.0f}, most {max(words)}; {wrong} fall short"
     )
+    if asking:
+        lines = [page["lines"] for page in asking]
+        print(
+            f"{len(asking)} ask for a change: lines of code to type: median {statistics.median(lines):.0f}, most {max(lines)}; "
+            f"{sum(page['placed'] for page in asking)} name a line of the script"
+        )
     return int(wrong > 0)
 
 

@@ -893,6 +893,14 @@ class WrittenByLoop(Record, kind="written-by-loop"):
     """A weight that other code than an optimizer's step or a forward writes. Its names are the operator and the line."""
 
 
+class LoopLine(Record, kind="loop-line"):
+    """A line of the training loop. ``text``: its role. ``names``: the name that it assigns, or "", and the line, or "".
+
+    The roles are "forward", "backward", "clip", "unscale" and "step", of calls, and "model", "optimizer", "scaler" and "loss",
+    which may be expressions.
+    """
+
+
 class NewScalers(Record, kind="new-scalers"):
     """Steps that used a newly made scaler: ``new`` out of ``steps``."""
 

@@ -32,7 +32,7 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 _STARTED = time.time()
 #: Most characters of a line's text.
 _LONGEST = 120
-#: The file of each line that ``innermost_line`` has returned; "" if files of the same name have such a line.
+#: The file of each line that was returned; "" if files of the same name have such a line.
 _files: dict[str, str] = {}
 
 
@@ -58,15 +58,25 @@ def innermost_line(frame: FrameType) -> str:
     users = _users(frame)
     if users is None:
         return ""
-    file = users.f_code.co_filename
-    line = f"{Path(file).name}:{users.f_lineno}"
+    return _remembered(users.f_code.co_filename, users.f_lineno)
+
+
+def _remembered(file: str, number: int) -> str:
+    line = f"{Path(file).name}:{number}"
     if _files.setdefault(line, file) != file:
         _files[line] = ""
     return line
 
 
+def assignment_of(name: str, line: str) -> str:
+    """Return the one line that assigns a name, in the file of a line that ``innermost_line`` has returned; "" if not just one."""
+    file, assigns = _files.get(line, ""), re.compile(rf"\s*{re.escape(name)}\s*(:[^=]*)?=(?!=)")
+    found = [number for number, text in enumerate(linecache.getlines(file), 1) if assigns.match(text)]
+    return _remembered(file, found[0]) if len(found) == 1 else ""
+
+
 def source_of(line: str) -> str:
-    """Return the text of a line that ``innermost_line`` has returned.
+    """Return the text of a line that ``innermost_line`` or ``assignment_of`` has returned.
 
     "" for any other, and if its file can't be read or may have been changed since it was imported.
     """

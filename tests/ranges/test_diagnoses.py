@@ -1822,7 +1822,7 @@ def test_a_single_weight_stored_in_16_bits_is_named():
     report = train(model, 1e-3, autocast=torch.bfloat16)
     (said,) = named(report, "updates-lost")
     assert said.message == "'2.bias' is stored in BF16, and rounding loses 100% of its updates."
-    assert said.code == "# before the optimizer is made\nmodel.float()"
+    assert said.code == "# before the line that makes the optimizer\nmodel.float()"
 
 
 def test_a_shared_scaler_whose_scale_settled_early_is_an_info_finding():
@@ -1850,7 +1850,7 @@ def test_exploded_weights_are_reported_with_the_learning_rate_of_their_group():
     (said,) = named(train(model, torch.optim.SGD(groups), loss_of=loss_of), "weights-exploded")
     assert said.layer == "2"
     assert "at a learning rate of 30000 (of group 1 of the optimizer, which has several)" in said.message
-    assert said.code.startswith('optimizer.param_groups[1]["lr"] = 3000\n')
+    assert said.code.endswith('\noptimizer.param_groups[1]["lr"] = 3000')
 
 
 CHOICES = {

@@ -950,7 +950,12 @@ def test_the_headline_says_where_and_when_it_began():
     expected = ("Scale too low: in 'blocks.1.fc1', train.py:9: a cast", "step 5, forward, first NaN")
     assert began(replace(of_event, findings=(own,))) == expected
     elsewhere = replace(finding, severity="error", step=5, evidence=line)
-    assert began(replace(of_event, findings=(elsewhere,))) == ("Scale too low: in train.py:9", "")
+    assert began(replace(of_event, findings=(elsewhere,))) == ("Scale too low: in train.py:9, first in step 5", "")
+    changed = replace(finding, evidence={"change_at": "train.py:7"})
+    assert headline_of(changed) == "Scale too low: worst in 'blocks.0.fc2', train.py:7, first in step 1,200"
+    assert headline_of(replace(changed, layer="")) == "Scale too low: in train.py:7, first in step 1,200"
+    stored = replace(changed, id="masters-stale", layer="")
+    assert headline_of(stored) == "Masters stale: in the master weights, first in step 1,200"
 
 
 def test_the_first_screen_names_the_operator_once_and_the_phase_at_the_row(browser: Any, tmp_path: Path) -> None:  # noqa: F811

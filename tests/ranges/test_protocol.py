@@ -199,7 +199,8 @@ def with_backwards(numbers, *, step_last=False):
 def test_backwards_after_the_last_step_are_reported():
     found = with_backwards([2] * 6 + [20])["steps-stopped"]
     assert (found.severity, found.step) == ("warning", 6)
-    assert found.evidence == {"backwards": 20, "most": 2}
+    assert (found.evidence["backwards"], found.evidence["most"]) == (20, 2)
+    assert found.evidence["change_at"].startswith("test_protocol.py:")
     assert (
         "No optimizer step followed step 5: 20 backwards have run since, and each step before had at most 2."
         in found.message

@@ -4,7 +4,7 @@ import linecache
 import os
 import sys
 
-from mpinspect.runtime.user_line import innermost_line, source_of
+from mpinspect.runtime.user_line import assignment_of, innermost_line, source_of
 
 SCRIPT = "import sys\ndef here():\n    return line_of(sys._getframe())"
 
@@ -63,6 +63,15 @@ def test_lines_of_two_files_with_one_name_have_no_text(tmp_path):
     assert source_of(first) == ""
     assert line_in(tmp_path / "one" / "layers.py", SCRIPT) == first
     assert source_of(first) == ""
+
+
+def test_the_one_assignment_to_a_name_is_found(tmp_path):
+    assigns = "\nself.opt: object = 1\nscaler = 2\nscaler = 3\nif scaler == 4: loss == 5\n"
+    line = line_in(tmp_path / "assigns.py", f"class self: pass\n{SCRIPT}{assigns}")
+    made = assignment_of("self.opt", line)
+    assert (made, source_of(made)) == ("assigns.py:5", "self.opt: object = 1")
+    assert [assignment_of(name, line) for name in ("scaler", "loss", "elf.opt", "")] == [""] * 4
+    assert assignment_of("self.opt", "elsewhere.py:1") == ""
 
 
 def test_a_frame_of_the_library_is_no_users():

@@ -19,6 +19,7 @@ from mpinspect.ranges.faults.measure.examination import Examination
 from mpinspect.ranges.faults.measure.flushed import AskedGradients, FlushedStates
 from mpinspect.ranges.faults.measure.handed_over import HandedOver
 from mpinspect.ranges.faults.measure.ledger import Ledger
+from mpinspect.ranges.faults.measure.loop_lines import LoopLines
 from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
 from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.faults.measure.measuring import Run
@@ -41,6 +42,7 @@ def diagnosing_observers(
     kinds = (
         *(
             Ledger,
+            LoopLines,
             NewScalers,
             ScalesUsed,
             BesideScaler,

@@ -93,11 +93,12 @@ _OF_LOOP = {
         *OF_SCALING,
     )
 }
+_LOOP, _OPTIMIZER = "the training loop", "the optimizer"
 #: The parts in which other findings lie that name neither a layer nor a line.
 _PARTS = {
     "batch-not-finite": "the batch",
     **dict.fromkeys(("gradients-all-zero", "weights-stand-still"), "all weights"),
-    **dict.fromkeys(("epsilon-zero", "moments-cannot-decay", "moments-flushed", "weight-decay-lost"), "the optimizer"),
+    **dict.fromkeys(("epsilon-zero", "moments-cannot-decay", "moments-flushed", "weight-decay-lost"), _OPTIMIZER),
     **dict.fromkeys(("masters-overwritten", "masters-stale"), "the master weights"),
     "nothing-converted": "the conversion",
 }
@@ -127,10 +128,12 @@ def shows_in_ranges(finding: Finding) -> bool:
 
 
 def part_of(finding: Finding) -> str:
-    """Return the part of the program in which a finding lies that names neither a layer nor a line; "" if that is not known."""
-    if finding.id in _OF_LOOP:
-        return "the training loop"
-    return _PARTS.get(finding.id, "")
+    """Return the part of the program in which a finding lies that names neither a layer nor a line; "" if that is not known.
+
+    Of the training loop and the optimizer that is the line to change, if it is known.
+    """
+    part = _LOOP if finding.id in _OF_LOOP else _PARTS.get(finding.id, "")
+    return str((part in (_LOOP, _OPTIMIZER) and finding.evidence.get("change_at")) or part)
 
 
 def what_broke(report: RangeReport) -> Event | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from mpinspect.ranges.analysis.first_line import first_line
@@ -47,7 +48,8 @@ def code_of(finding: Finding) -> str:
 
 
 def _operator(finding: Finding) -> str:
-    return operator_named(str(finding.evidence.get("operator") or ""))
+    operator, _, _ = str(finding.evidence.get("operator") or "").partition(", where")
+    return operator_named(operator)
 
 
 def phase_of(finding: Finding) -> str:
@@ -65,7 +67,9 @@ def began(report: RangeReport) -> Began:
     name = report.session.with_classes
     if event is not None and (finding is None or _is_cause(finding, event)):
         place, is_own = _of_event(event, finding)
-        return Began(name(f"{cause}: in {place}"), first_line(event, with_place=False) if is_own else "")
+        if is_own:
+            return Began(name(f"{cause}: in {place}"), first_line(event, with_place=False))
+        return Began(name(f"{cause}: in {place}, first in step {event.step:,}"))
     assert finding is not None
     is_before = finding.evidence.get("phase") == BEFORE_STEPS
     when = filled("first in step {:,}", finding.step) or BEFORE_STEPS * is_before or "throughout the run"
@@ -73,8 +77,11 @@ def began(report: RangeReport) -> Began:
 
 
 def in_words(id: str) -> str:
-    """Return the id of a finding as words: "Mask hides whole row"."""
-    return upper_first(id.replace("-", " ").replace("non finite", "non-finite"))
+    """Return the id of a finding as words: "Mask hides whole row", "Breaks in FP32 too"."""
+    words = upper_first(id.replace("-", " ").replace("non finite", "non-finite"))
+    return re.sub(
+        r"\b(b?f)(?:loat|p)(\d+)", lambda found: f"{found[1].upper()}{'P' * (found[1] == 'f')}{found[2]}", words
+    )
 
 
 def _is_cause(finding: Finding, event: Event) -> bool:
@@ -93,7 +100,7 @@ def _of_event(event: Event, finding: Finding | None) -> tuple[str, bool]:
         return line_of(finding), False
     if part and explains_events(finding):
         return part, event.given
-    return ", ".join(filter(None, (event.place, line_of(finding) * is_own))), True
+    return ", ".join(filter(None, (event.place, (line_of(finding) or _line_of_loop(finding)) * is_own))), True
 
 
 def _place(finding: Finding) -> str:
@@ -101,4 +108,11 @@ def _place(finding: Finding) -> str:
     phase = filled("the {} of ", phase_of(finding).replace("forward", ""))
     preposition = "worst in" if finding.id in _OF_WORST and finding.layer else "in"
     module = finding.layer and f"{phase}{module_named(finding.layer)}"
-    return filled(f"{preposition} {{}}", ", ".join(filter(None, (module, code_of(finding)))) or part_of(finding))
+    line = code_of(finding) or _line_of_loop(finding)
+    return filled(f"{preposition} {{}}", ", ".join(filter(None, (module, line))) or part_of(finding))
+
+
+def _line_of_loop(finding: Finding) -> str:
+    """Return the line to change of a fault of the training loop; "" for another fault, and if it is not known."""
+    line = str(finding.evidence.get("change_at") or "")
+    return line * (line == part_of(finding))

@@ -82,26 +82,20 @@ class Case:
 class FP32Weights(Sentences):
     """The code of FP32 weights whose products autocast computes in 16 bits."""
 
-    IN_BF16 = (
-        "# before the optimizer is made\n"
-        "model.float()\n"
-        "with torch.autocast({device_type}, torch.bfloat16):\n"
-        "    output = model(x)\n"
-        "loss = loss_fn(output.float(), target)"
-    )
-    IN_FP16 = (
-        "# before the optimizer is made\n"
-        "model.float()\n"
-        "with torch.autocast({device_type}, torch.float16):\n"
-        "    output = model(x)\n"
-        "# for torch.amp.GradScaler to scale\n"
-        "loss = loss_fn(output.float(), target)"
-    )
+    TO_FP32 = "# before {at_optimizer}\nmodel.float()"
+    AUTOCAST_BF16 = "# in place of {forward_at}\nwith torch.autocast({device_type}, torch.bfloat16):\n    {forward}"
+    IN_BF16 = f"{TO_FP32}\n{AUTOCAST_BF16}"
+    IN_FP16 = IN_BF16.replace("bfloat16", "float16")
 
     @classmethod
     def of(cls, dtype: str) -> FP32Weights:
         """Return the code for a 16-bit dtype; BF16's for any other."""
         return cls.IN_FP16.when(dtype == FLOAT16.name) or cls.IN_BF16
+
+    @classmethod
+    def in_bf16(cls, precision: Precision) -> FP32Weights:
+        """Return the code that computes an FP16 run in BF16."""
+        return cls.IN_BF16.when(FLOAT16.name in precision.weights) or cls.AUTOCAST_BF16
 
 
 class LayerInFP32(Sentences):

@@ -117,12 +117,13 @@ class _Batch(Sentences):
     TARGETS = "In step {step} the targets hold infinities or NaNs{places}: the model did not make them."
     ALSO = "The model's input was not finite in {further:count further step}."
     ALONE = "The model's input was finite in all other steps."
-    LOOK = "Look at these samples and their preprocessing; leave them out or repair them before they reach the model."
+    LOOK = "Leave these samples out before they reach the model, and look at their preprocessing."
     LOOK_ON_EACH_RANK = (
         "Look at these samples and their preprocessing. Repair them or leave their losses out: every rank needs its "
         "backward."
     )
     GOOD = (
+        "# before {at_forward}\n"
         "good = torch.isfinite({bad})\n"
         "good = good.reshape(len({bad}), -1).all(1)\n"
         "if not good.any():\n"
@@ -198,10 +199,11 @@ class _Outliers(Sentences):
     )
     AGAIN = "It is so in at least {further:count further step}."
     LEAVE_OUT = (
-        "Standardise or clamp the model's input, or leave out such samples before they reach the model. No loss scale repairs a "
-        "forward."
+        "Leave out such samples before they reach the model. To keep them, standardise or clamp the model's input. No loss scale "
+        "repairs a forward."
     )
     GOOD = (
+        "# before {at_forward}\n"
         "good = batch.abs() < 65504\n"
         "good = good.reshape(len(batch), -1).all(1)\n"
         "if not good.any():\n"
@@ -240,8 +242,8 @@ def _batch_beyond_float16(case: Case) -> Iterator[Found]:
 class _Mask(Sentences):
     ROWS = "{when} a mask hides all scores of {count:count row}{places}, whose softmax is 0/0, which is NaN."
     KEEP_A_KEY = (
-        "Leave each row at least one key, or mask by a large finite number of the scores' own dtype, "
-        "torch.finfo(scores.dtype).min{in_16_bits}."
+        "Leave each row at least one key. A mask of a large finite number of the scores' own dtype, "
+        "torch.finfo(scores.dtype).min{in_16_bits}, serves as well."
     )
     CAUSES = "Possible causes: an empty sample, padding on the wrong side, a mask that is applied twice."
     UNMASK = "# True: visible. A row without keys gets\n# them all; ignore it in the loss\nmask[~mask.any(-1)] = True"
@@ -596,12 +598,14 @@ class _Weights(Sentences):
         "v = (codes * scale).square()"
     )
     LOWER_RATE = (
-        "Lower the {rate} (to a tenth, and again if need be), with a warm-up or with clipped gradients. A different precision or "
-        "loss scale does not help."
+        "Lower the {rate} to a tenth, and again if need be. A warm-up or clipped gradients may help as well, a different "
+        "precision or loss scale does not."
     )
-    NEW_OPTIMIZER = "optimizer = torch.optim.{optimizer}(\n    model.parameters(), lr={lower:g}\n)"
-    NEW_RATE_OF_GROUP = 'optimizer.param_groups[{group:.0f}]["lr"] = {lower:g}'
-    CLIP = "# between backward() and step()\ntorch.nn.utils.clip_grad_norm_(\n    model.parameters(), 1.0\n)"
+    NEW_OPTIMIZER = (
+        "# in place of {at_optimizer}\noptimizer = torch.optim.{optimizer}(\n    model.parameters(), lr={lower:g}\n)"
+    )
+    NEW_RATE_OF_GROUP = '# after {at_optimizer}\noptimizer.param_groups[{group:.0f}]["lr"] = {lower:g}'
+    CLIP = "# before {at_step}\ntorch.nn.utils.clip_grad_norm_(\n    model.parameters(), 1.0\n)"
 
 
 #: Adam's largest update is 3.2 times the learning rate at its default betas.
@@ -649,7 +653,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
             "moved": moved,
         },
         _Weights.WIDE_SQUARES.when(is_far) or _Weights.LOWER_RATE,
-        _Weights.ROOT.when(is_far) or (_new_rate(first, is_scheduled), _Weights.CLIP),
+        _Weights.ROOT.when(is_far) or _new_rate(first, is_scheduled),
         layer=first.name.rpartition(".")[0] or first.name,
         is_inferred=True,
         step=first.step,
@@ -675,10 +679,10 @@ def _consequence(broken: list[Event], before: int, loss_ratio: float) -> _Weight
     return _Weights.BROKE_THE_FORWARD.when(in_forward) or _Weights.BROKE_THE_BACKWARD
 
 
-def _new_rate(grown: WeightGrowth, is_scheduled: bool) -> _Weights | None:
-    """Return the code that lowers the learning rate; None if the rate is not known, or a schedule sets it."""
+def _new_rate(grown: WeightGrowth, is_scheduled: bool) -> _Weights:
+    """Return the code that lowers the learning rate, or that clips if the rate is not known or a schedule sets it."""
     if not grown.lr or is_scheduled:
-        return None
+        return _Weights.CLIP
     return _Weights.NEW_OPTIMIZER.when(grown.group is None) or _Weights.NEW_RATE_OF_GROUP
 
 

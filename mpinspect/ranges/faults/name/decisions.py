@@ -16,7 +16,7 @@ class _Integers(Sentences):
         "In step {step}, in {place}, whole numbers pass through {dtype:format} before they become integers, which "
         "changed {changed:.0f} of the {of:.0f}: {exact:.0f} became {given:.0f}."
     )
-    APART = "Keep ids, indices and counts in an integer tensor of their own, apart from the values that are cast to 16 bits."
+    APART = "Keep ids, indices and counts in an integer tensor of their own, which is not cast to 16 bits."
     CAST_THE_REST = "# from the FP32 batch\nids = batch[:, 0].long()\nfeatures = batch[:, 1:].to(torch.{dtype})"
 
 

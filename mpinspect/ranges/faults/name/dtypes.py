@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FLOAT16
-from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights, quoted
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.operators import found_at
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
@@ -119,17 +119,7 @@ class _Stale(Sentences):
         "In step {step}, in {place}, the forward took the 16-bit cast of {weight!r} out of autocast's cache, which held "
         "the values from before the weight changed."
     )
-    EACH_FORWARD = (
-        "Open autocast around each forward and its loss alone, so that it casts the new weights; or switch "
-        "its cache off."
-    )
-    REGION = (
-        "# in the loop, or with cache_enabled=False\n"
-        "with torch.autocast({device_type}, torch.bfloat16):\n"
-        "    loss = loss_fn(model(x), target)\n"
-        "loss.backward()\n"
-        "optimizer.step()"
-    )
+    EACH_FORWARD = "Open autocast around each forward alone, so that it casts the new weights."
 
 
 def _stale_casts(case: Case) -> Iterator[Found]:
@@ -141,13 +131,13 @@ def _stale_casts(case: Case) -> Iterator[Found]:
     for stale in found[:1]:
         if stale.names:
             words = {"weight": stale.names[3]}
-            yield found_at(stale, _Stale.OLD_CAST, _Stale.EACH_FORWARD, _Stale.REGION, words)
+            yield found_at(stale, _Stale.OLD_CAST, _Stale.EACH_FORWARD, FP32Weights.AUTOCAST_BF16, words)
             continue
         yield Found(
             _Stale.OLD_CASTS,
             {"measured_steps": stale.steps},
             fix=_Stale.EACH_FORWARD,
-            code=_Stale.REGION,
+            code=FP32Weights.AUTOCAST_BF16,
             step=stale.step,
         )
 
@@ -158,7 +148,6 @@ class _Elsewhere(Sentences):
         "in the dtypes of the weights."
     )
     DEVICE_OF_TENSORS = "Give autocast, and the GradScaler, the device of the tensors."
-    REGION = "with torch.autocast({device_type}, torch.bfloat16):\n    loss = loss_fn(model(x), target)"
 
 
 def _autocast_elsewhere(case: Case) -> Iterator[Found]:
@@ -173,7 +162,7 @@ def _autocast_elsewhere(case: Case) -> Iterator[Found]:
             {"asked": asked, "device": device, "regions": elsewhere.regions},
             {"device_type": quoted(device)},
             fix=_Elsewhere.DEVICE_OF_TENSORS,
-            code=_Elsewhere.REGION,
+            code=FP32Weights.AUTOCAST_BF16,
         )
 
 
@@ -184,11 +173,11 @@ class _Refused(Sentences):
     ENDED = "GradScaler ended the run: it does not unscale FP16 gradients, whose true values FP16 may flush."
     IN_HALF = "The gradients of {names:some 6} are in FP16."
     TRAIN_IN_FP32 = (
-        "Cast the trained weights to FP32 before the optimizer is made; autocast casts them for each product. Frozen weights may "
-        "stay in FP16."
+        "Cast the trained weights to FP32 before the optimizer is made. Autocast casts them for each product, and frozen weights "
+        "may stay in FP16."
     )
     CAST_TRAINED = (
-        "# before the optimizer is made\n"
+        "# before {at_optimizer}\n"
         "for p in model.parameters():\n"
         "    if p.requires_grad:\n"
         "        p.data = p.data.float()"
@@ -230,6 +219,6 @@ FAULTS = (
     Fault("states-cast-by-loading", "warning", _states_cast, (_Loaded,), _OF_16_BITS, "warning", is_of_every_step=True),
 )
 OF_AUTOCAST = (
-    Fault("autocast-around-updates", "error", _stale_casts, (_Stale,)),
-    Fault("autocast-for-another-device", "warning", _autocast_elsewhere, (_Elsewhere,)),
+    Fault("autocast-around-updates", "error", _stale_casts, (_Stale, FP32Weights)),
+    Fault("autocast-for-another-device", "warning", _autocast_elsewhere, (_Elsewhere, FP32Weights)),
 )

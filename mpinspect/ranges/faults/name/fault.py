@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpinspect.ranges.faults.name.case import Case, again, grouped, quoted
+from mpinspect.ranges.faults.name.loop import Loop
 from mpinspect.ranges.faults.name.own_names import with_own_names
 from mpinspect.ranges.records import Record
 from mpinspect.ranges.session import Session
@@ -144,15 +145,26 @@ class Fault:
         return (self.finding(found, case.session) for found in self.rule(case))
 
     def finding(self, found: Found, session: Session) -> Finding:
-        """Return the finding of one occurrence; its code begins with the lines of the script that it is about."""
-        figures = {"step": found.step, "device_type": _device_type(session), "path": quoted(found.layer)}
+        """Return the finding of one occurrence; its code begins with the lines of the script that it is about.
+
+        Its evidence has the line of the training loop at which the code goes, as "change_at".
+        """
+        loop = Loop(session)
+        figures = {
+            "step": found.step,
+            "device_type": _device_type(session),
+            "path": quoted(found.layer),
+            **loop.words(),
+        }
         figures |= {**found.evidence, **found.words}
-        fix, code = text(found.fix, figures), text(found.code, figures, between="\n")
+        fix, code = text(found.fix, figures), loop.in_own_words(text(found.code, figures, between="\n"))
         evidence, line = dict(found.evidence), found.evidence.get("line", "")
         sources = {each: source for each in (*found.before, line) if (source := session.source_of(each))}
         if line in sources:
             evidence["source"] = sources[line]
             code = with_own_names(code, sources[line], found.operator)
+        if at := loop.line_in(code):
+            evidence["change_at"] = at
         if fix:
             code = "\n".join([*(printable(f"# {each}: {source}") for each, source in sources.items()), code]).rstrip()
         return Finding(

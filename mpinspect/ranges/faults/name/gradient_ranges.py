@@ -15,7 +15,7 @@ from mpinspect.ranges.analysis.scale_advice import Decision, Loss
 from mpinspect.ranges.analysis.scale_window import HEADROOM
 from mpinspect.ranges.analysis.scale_words import in_steps
 from mpinspect.ranges.analysis.visibility import Visibility
-from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case
+from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.scaler_missing import crowded, divisors
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
@@ -341,9 +341,9 @@ class _Window(Sentences):
         "At the run's last scale, {last_scale:scale}, {flushed:percent} of the non-zero elements of "
         "{neediest} are flushed."
     )
-    IN_FP32 = (
-        "Compute {needing} in FP32{or_others}, clip the large gradients where they arise, scale each branch by itself, or use "
-        "BF16, which needs no scale."
+    IN_BF16 = (
+        "Compute in BF16, which needs no loss scale. If you stay in FP16, compute {needing} in FP32{or_others}, clip the large "
+        "gradients where they arise, or scale each branch by itself."
     )
     WEIGH_MORE = "In any case let the part of the loss that trains {needing} weigh more: {damped}."
 
@@ -383,7 +383,8 @@ def _scale_window_empty(case: Case) -> Iterator[Found]:
             "or_others": filled(" (or {} instead)", others),
             "damped": damped,
         },
-        (_Window.IN_FP32.when(not spared), _Window.WEIGH_MORE.when(damped and not spared)),
+        (_Window.IN_BF16.when(not spared), _Window.WEIGH_MORE.when(damped and not spared)),
+        FP32Weights.in_bf16(case.precision).when(not spared),
         layer=large,
         is_mild=bool(spared),
     )

@@ -59,9 +59,10 @@ class _Never(Sentences):
         "Copy the masters into the weights themselves after each step. Casts by .float(), .half() or .to() return another "
         "tensor: a value written to it never reaches the weight."
     )
-    SCALER_STEP = "# before the scaler's one update()\nscaler.step(optimizer)"
-    OPTIMIZER_STEP = "optimizer.step()"
+    SCALER_STEP = "# after {last_backward}\n# before the scaler's one update()\nscaler.step(optimizer)"
+    OPTIMIZER_STEP = "# after {last_backward}\noptimizer.step()"
     COPY_LOOP = (
+        "# after {at_step}\n"
         "weights = model.parameters()\n"
         "with torch.no_grad():\n"
         "    for p, master in zip(weights, masters):\n"
@@ -111,7 +112,7 @@ class _Stopped(Sentences):
     ZERO_FIRST = (
         "Zero the gradients before each backward, also after a skipped step. See why the first step was skipped."
     )
-    ZERO_THEN_BACKWARD = "# first in the loop, before any continue\noptimizer.zero_grad()\nloss.backward()"
+    ZERO_FIRST_IN_LOOP = "# first in the loop, before any continue\n# and before {at_forward}\noptimizer.zero_grad()"
 
 
 def _steps_stopped(case: Case) -> Iterator[Found]:
@@ -125,7 +126,7 @@ def _steps_stopped(case: Case) -> Iterator[Found]:
             {"backwards": measured.backwards, "most": measured.most},
             {"last_step": measured.step - 1},
             _Stopped.ZERO_FIRST,
-            _Stopped.ZERO_THEN_BACKWARD,
+            _Stopped.ZERO_FIRST_IN_LOOP,
             step=measured.step,
             is_inferred=True,
         )
@@ -144,15 +145,9 @@ class _Still(Sentences):
     FP32_CLOSURE = "Compute the closure in FP32: L-BFGS needs exact losses and gradients."
     READ_UPDATE = "Read one update: the gradients, the learning rate, and the spacing of the weights' dtype."
     CLOSURE = (
-        "def closure():\n"
-        "    optimizer.zero_grad()\n"
-        "    with torch.autocast(\n"
-        "        {device_type}, enabled=False\n"
-        "    ):\n"
-        "        output = model(x.float())\n"
-        "        loss = loss_fn(output, target)\n"
-        "    loss.backward()\n"
-        "    return loss"
+        "# in the closure, in place of {forward_at}\n"
+        "with torch.autocast({device_type}, enabled=False):\n"
+        "    output = model(x.float())"
     )
 
 
@@ -172,13 +167,7 @@ class _Rate(Sentences):
     SET_RATE = (
         "See that the schedule, or the factor that multiplies the initial learning rate, is not 0 from the start."
     )
-    ONE_STEP = (
-        "# per update, not per micro-batch\n"
-        "if (number + 1) % accumulation_steps == 0:\n"
-        "    optimizer.step()\n"
-        "    scheduler.step()\n"
-        "    optimizer.zero_grad()"
-    )
+    ONE_STEP = "# per update, not per micro-batch:\n# after {at_step}\nscheduler.step()"
     READ = 'for group in optimizer.param_groups:\n    print(group["lr"])'
 
 
@@ -242,41 +231,30 @@ class _Clipped(Sentences):
         "Divide the masters' gradients by the loss scale and clip them, in FP32. Skip a step whose norm is not finite."
     )
     FP32_WEIGHTS = (
-        "Keep the weights in FP32, and compute in BF16, in which such gradients are finite (or in FP16 with a GradScaler that "
-        "begins below 1). The gradients of FP32 weights are FP32 too. Compute the norm in FP32, and skip a step whose norm is "
-        "not finite."
+        "Keep the weights in FP32, and compute in BF16. The gradients of FP32 weights are FP32 too, and finite in BF16 (or in "
+        "FP16 with a GradScaler that begins below 1). Skip a step whose norm is not finite."
     )
     NORM_IN_FP32 = "Compute norms in FP32 and clip by that."
     CLIP_MASTERS = (
+        "# in place of {at_clip}\n"
         "for p, master in zip(parameters, masters):\n"
         "    master.grad = p.grad.float() / scale\n"
-        "# in FP32\n"
         "total = torch.nn.utils.clip_grad_norm_(\n"
         "    masters, max_norm\n"
-        ")\n"
-        "if torch.isfinite(total):\n"
-        "    optimizer.step()"
-    )
-    CLIP_AND_SKIP = (
-        "loss.backward()\n"
-        "total = torch.nn.utils.clip_grad_norm_(\n"
-        "    model.parameters(), max_norm\n"
-        ")\n"
-        "if torch.isfinite(total):\n"
-        "    optimizer.step()"
+        ")"
     )
     CLIP_BY_FP32_NORM = (
-        "grads = [\n"
-        "    p.grad\n"
-        "    for p in model.parameters()\n"
+        "# in place of {at_clip}\n"
+        "params = [\n"
+        "    p for p in model.parameters()\n"
         "    if p.grad is not None\n"
         "]\n"
-        "# in FP32\n"
-        "norms = [g.float().norm() for g in grads]\n"
-        "total = torch.stack(norms).norm()\n"
-        "factor = (max_norm / total).clamp(max=1)\n"
-        "for grad in grads:\n"
-        "    grad.mul_(factor)"
+        "norm = torch.nn.utils.get_total_norm(\n"
+        "    [p.grad.float() for p in params]\n"
+        ")\n"
+        "torch.nn.utils.clip_grads_with_norm_(\n"
+        "    params, max_norm, norm\n"
+        ")"
     )
 
 
@@ -296,13 +274,8 @@ class _Zeroed(Sentences):
         "alone, leave out the others."
     )
     COPY = "Look at the code between backward() and step(): it is to copy the model's gradients to the masters."
-    ZERO_FIRST = "optimizer.zero_grad()\nloss.backward()\noptimizer.step()"
-    COPY_LOOP = "for p, master in zip(parameters, masters):\n    master.grad = p.grad.float()\noptimizer.step()"
-    ZERO_AFTER_STEP = (
-        "for micro_batch in micro_batches:\n"
-        "    loss_of(micro_batch).backward()\n"
-        "optimizer.step()\noptimizer.zero_grad()"
-    )
+    COPY_LOOP = "# before {at_step}\nfor p, master in zip(parameters, masters):\n    master.grad = p.grad.float()"
+    ZERO_AFTER_STEP = "# after {at_step}, not before it\noptimizer.zero_grad()"
 
 
 def _gone(case: Case) -> list[ChangedBeforeStep]:
@@ -344,11 +317,11 @@ def _clipped_to_zero(case: Case) -> Iterator[Found]:
         return
     first = gone[0]
     whose, fix = "", _Clipped.NORM_IN_FP32
-    code: tuple[Sentences, ...] = (_Clipped.CLIP_BY_FP32_NORM,)
+    code: Sentences = _Clipped.CLIP_BY_FP32_NORM
     if first.masters:
-        whose, fix, code = " of the masters", _Clipped.MASTERS_IN_FP32, (_Clipped.CLIP_MASTERS,)
+        whose, fix, code = " of the masters", _Clipped.MASTERS_IN_FP32, _Clipped.CLIP_MASTERS
     elif first.not_finite:
-        fix, code = _Clipped.FP32_WEIGHTS, (FP32Weights.IN_BF16, _Clipped.CLIP_AND_SKIP)
+        fix, code = _Clipped.FP32_WEIGHTS, FP32Weights.IN_BF16
     words = {"whose": whose, "cause": _why_not_finite(first), "or_nans": " or NaNs" * (first.nans != 0)}
     yield Found.of(case, gone, _Clipped.ZEROS, fix, code, words=words, is_inferred=True)
 
@@ -384,7 +357,7 @@ def _zeroed(case: Case) -> Iterator[Found]:
     if not gone or _is_by_norm(gone[0]):
         return
     first, given = gone[0], "zeros"
-    whose, fix, code = "", _Zeroed.LOOK, _Zeroed.ZERO_FIRST
+    whose, fix, code = "", _Zeroed.LOOK, _Zeroed.ZERO_AFTER_STEP
     if not first.zeroed:
         given = f"{first.factor:.1g} times their values"
     if first.masters:
@@ -412,9 +385,8 @@ class _Sum(Sentences):
     ZERO = "Zero the gradients once a step."
     ZERO_BOTH = "Zero the gradients once a step: the model's, and those of the copies that the optimizer steps."
     ZERO_MASTERS = "Zero the masters' gradients once a step, like the model's."
-    ZERO_GRAD = "optimizer.zero_grad()"
-    ZERO_GRAD_OF_BOTH = "optimizer.zero_grad()\nmodel.zero_grad()"
-    ZERO_GRAD_OF_MASTERS = "# the masters'\noptimizer.zero_grad()\nmodel.zero_grad()"
+    ZERO_GRAD = "# after {at_step}\noptimizer.zero_grad()"
+    ZERO_GRAD_OF_BOTH = "# after {at_step}\noptimizer.zero_grad()\nmodel.zero_grad()"
 
 
 #: Fewest measured steps that must begin with gradients of earlier steps before these count as never zeroed.
@@ -435,7 +407,7 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
     ]
     if len(masters) >= _FEWEST_LEFT_OVER:
         says = (_Sum.MASTERS, _Sum.MASTERS_GROWN.when(_has_grown(masters)))
-        yield Found.of(case, masters, says, _Sum.ZERO_MASTERS, _Sum.ZERO_GRAD_OF_MASTERS, **_growth(masters))
+        yield Found.of(case, masters, says, _Sum.ZERO_MASTERS, _Sum.ZERO_GRAD_OF_BOTH, **_growth(masters))
     held = [each for each in case.recorded(LeftOver) if each.parameters >= MOST_LEFT_OVER * each.of]
     if len(held) >= _FEWEST_LEFT_OVER:
         fix, code = _Sum.ZERO, _Sum.ZERO_GRAD
@@ -471,7 +443,7 @@ class _Stale(Sentences):
         "backward had reached these parameters since."
     )
     ZERO_ALL = "Zero all gradients once a step, including branches that this batch does not use."
-    SET_TO_NONE = "optimizer.zero_grad(set_to_none=True)"
+    SET_TO_NONE = "# after {at_step}\noptimizer.zero_grad(set_to_none=True)"
 
 
 def _stale(case: Case) -> Iterator[Found]:

@@ -11,6 +11,7 @@ from mpinspect.ranges.faults.name.fault import AFTER_BREAK, TWICE, Fault, Found
 from mpinspect.ranges.faults.name.forward import InVain
 from mpinspect.ranges.faults.name.operators import (
     CASTS,
+    expression,
     found_at,
     operator_named,
     optimizer_of,
@@ -304,6 +305,7 @@ class _Alike(Sentences):
         "Correct the inputs of {operator} in {place}. Look for a zero that divides, the logarithm of zero, an empty row, or a "
         "constant that was rounded to 16 bits before the step, such as a noise schedule."
     )
+    SHOW = "y = {of_inputs}\n# the elements that break\nprint((~y.isfinite()).nonzero())"
 
 
 def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
@@ -331,8 +333,10 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
                 alike,
                 (_Alike.IN_FP32_TOO, Born.FIRST.when(is_later)),
                 (_Alike.INPUTS.when(first), InVain.NEW_SCALER.when(lowered > 1)),
-                words={**words, "at": _at(alike, is_later)},
+                _Alike.SHOW.when(first),
+                {**words, "at": _at(alike, is_later), "of_inputs": expression(alike.names[0], "")},
                 layer=layer,
+                operator=alike.names[0],
                 severity="info" if first is None else "error",
                 step=step,
             )

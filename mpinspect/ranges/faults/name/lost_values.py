@@ -142,9 +142,8 @@ class _Kept(Sentences):
     )
     STATE = 'state["{buffer}"] = torch.zeros_like(\n    parameter, dtype=torch.float32\n)'
     BUFFER_IN_FP32 = (
-        "Keep this buffer in FP32 and add FP32 terms to it, or keep a number as one of Python's. A cast of the model "
-        "(.to(dtype), Lightning's bf16-true) casts its buffers too, whatever dtype they were registered in: cast this one back "
-        "afterwards."
+        "Keep this buffer in FP32, and add FP32 terms to it. A cast of the model (.to(dtype), Lightning's bf16-true) casts its "
+        "buffers too, whatever dtype they were registered in: cast this one back afterwards. A number may be one of Python's."
     )
     IN_FP32 = "Keep this tensor in FP32, and add FP32 terms to it."
     SCALED_IN_FP32 = "Keep this tensor in FP32, or a schedule's number as a Python float."

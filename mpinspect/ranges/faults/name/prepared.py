@@ -25,7 +25,7 @@ class _Prepared(Sentences):
         "Before the first step, in {place}, a cast to {dtype:format} changes {changed:.0f} of {of:count whole number} in a "
         "tensor that is left when the training begins: {exact:.0f} became {value:.0f}."
     )
-    IN_FP32 = "Compute it in FP32 from FP32 values, and cast the finished tensor if it has to be in 16 bits."
+    IN_FP32 = "Compute it in FP32 from FP32 values. Cast the finished tensor if it has to be in 16 bits."
     IN_INTEGERS = (
         "Keep ids, and all numbers whose last digit matters, in int64. {dtype:format} has each whole number only up to "
         "{most:.0f}."

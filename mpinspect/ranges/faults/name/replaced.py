@@ -36,7 +36,7 @@ class _Replaced(Sentences):
         "replaced them by finite values before the scaler checked, so no step was skipped{and_scale}. The optimizer used the "
         "replaced numbers."
     )
-    TAKE_OUT = "Remove the replacement: the scaler then skips such steps, and lowers its scale until they end."
+    TAKE_OUT = "Remove the replacement. The scaler then skips such steps, and lowers its scale until they end."
     REPAIR = (
         "Remove the cause of the infinities and NaNs: they occur in {broken} of {all_steps} steps, so skipping such steps would "
         "leave few or none."
@@ -44,21 +44,13 @@ class _Replaced(Sentences):
     REPAIR_OR_SKIP = (
         "Remove the cause of the infinities and NaNs; until then skip a step that has any, as a GradScaler does."
     )
-    SCALER_SKIPS = (
-        "scaler.scale(loss).backward()\n"
-        "# finds infinities and NaNs; clip after it\n"
-        "scaler.unscale_(optimizer)\n"
-        "# skips the step if there were any\n"
-        "scaler.step(optimizer)\n"
-        "scaler.update()"
-    )
+    DELETE = "# delete nan_to_num, or its hook, before\n# {at_step}"
     SKIP = (
-        "# in place of the replacement\n"
-        "grads = [p.grad for p in model.parameters()]\n"
-        "if all(\n"
-        "    grad is None or grad.isfinite().all()\n"
-        "    for grad in grads\n"
-        "):\n"
+        "# in place of {at_step}\n"
+        "norm = torch.nn.utils.clip_grad_norm_(\n"
+        '    model.parameters(), float("inf")\n'
+        ")\n"
+        "if norm.isfinite():\n"
         "    optimizer.step()"
     )
 
@@ -102,18 +94,14 @@ class _Broken(Sentences):
         "Unscale gradients before anything is computed from them, and leave out a step whose gradients are not finite."
     )
     UNSCALE_AND_CHECK = (
-        "scaler.scale(loss).backward()\n"
+        "# before it\n"
         "scaler.unscale_(optimizer)\n"
-        "grads = [p.grad for p in model.parameters()]\n"
-        "is_finite = all(\n"
-        "    grad.isfinite().all()\n"
-        "    for grad in grads\n"
-        "    if grad is not None\n"
+        "norm = torch.nn.utils.clip_grad_norm_(\n"
+        '    model.parameters(), float("inf")\n'
         ")\n"
-        "# lowers the scale after an overflow\n"
         "scaler.update()\n"
-        "if is_finite:\n"
-        "    # then the second backward\n"
+        "# around it and the second backward\n"
+        "if norm.isfinite():\n"
         "    perturb(model)"
     )
 
@@ -175,7 +163,7 @@ class _Unguarded(Sentences):
         "loss is scaled by a GradScaler, which skips only the steps that it takes itself: unscale_ divides and skips nothing."
     )
     LET_THE_SCALER_STEP = "Replace optimizer.step() by scaler.step(optimizer), which skips the step after an overflow."
-    SCALER_STEPS = "# before clipping\nscaler.unscale_(optimizer)\nscaler.step(optimizer)\nscaler.update()"
+    SCALER_STEPS = "# in place of {at_step}\nscaler.step(optimizer)"
 
 
 def _step_unguarded(case: Case) -> Iterator[Found]:
@@ -284,7 +272,7 @@ def _remedy(case: Case) -> tuple[_Replaced, _Replaced | tuple[()], dict[str, Any
     number = len({event.step for event in broken})
     words: dict[str, Any] = {"broken": number, "all_steps": steps}
     if case.scalers and any(each.value == "inf" and each.forward_finite and each.loss_scale != 1 for each in broken):
-        return _Replaced.TAKE_OUT, _Replaced.SCALER_SKIPS, words
+        return _Replaced.TAKE_OUT, _Replaced.DELETE, words
     if 2 * number >= steps:
         # To skip most steps would be no training.
         return _Replaced.REPAIR, (), words

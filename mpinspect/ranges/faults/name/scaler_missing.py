@@ -31,7 +31,7 @@ class _OfNoUse(Sentences):
     MAY_SKIP = "If something became infinite or NaN, the scaler would silently skip that step."
     SKIPPED = "The scaler skipped {skipped_steps} steps, so that infinities and NaNs went unnoticed."
     TAKE_OUT = "Take the scaler out, or switch it off."
-    DISABLED = "scaler = torch.amp.GradScaler(enabled=False)"
+    DISABLED = "# {once}\nscaler = torch.amp.GradScaler(enabled=False)"
 
 
 def _scaler_of_no_use(case: Case) -> Iterator[Found]:
@@ -79,20 +79,24 @@ class _Missing(Sentences):
         "If the loop scales the loss by hand, give the inspector the scale (loss_scale=; mpinspect run: --loss-scale), and let "
         "the loop skip steps that are not finite."
     )
-    SCALE = (
-        "Scale the loss{room}. If the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: "
-        "--loss-scale)."
-    )
+    SCALE = "Scale the loss."
+    ROOM = "The scale 2^{log2_start} is {headroom} powers of two below the largest at which nothing seen overflows; less may do."
+    IF_BY_HAND = "If the loop does so by hand, give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
     FOR_SCALER = "Keep FP32 weights: GradScaler refuses FP16 gradients."
-    AUTOCAST_BF16 = "with torch.autocast({device_type}, torch.bfloat16):\n    loss = loss_fn(model(x), target)"
-    FOR_DEVICE = "Make the scaler for the device of the model{room}."
-    ENABLE = "Make the scaler with enabled=True{room}."
-    ENABLED = "# once, before the loop\nscaler = torch.amp.GradScaler(\n    {device_type}, enabled=True\n)"
+    FOR_DEVICE = "Make the scaler for the device of the model."
+    ENABLE = "Make the scaler with enabled=True."
+    ENABLED = "# {once}\nscaler = torch.amp.GradScaler(\n    {device_type}, enabled=True\n)"
     ENABLED_AT = (
-        "# once, before the loop\n"
+        "# {once}\n"
         "scaler = torch.amp.GradScaler(\n    {device_type},\n    init_scale=2.0**{log2_start},\n    enabled=True,\n)"
     )
-    SCALED_STEP = "# in the loop\nscaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
+    SCALED_STEP = (
+        "# in place of {at_backward}\n"
+        "scaler.scale(loss).backward()\n"
+        "# in place of {at_step}\n"
+        "scaler.step(optimizer)\n"
+        "scaler.update()"
+    )
 
 
 #: By the sentence on the scaler: the change, and the line that makes the scaler, without and with an initial scale.
@@ -192,7 +196,7 @@ def _unskipped(overflowed: Sequence[Event], case: Case) -> Found:
         _evidence(case),
         {**words, "broken_step": first.step},
         (_Missing.FP32_WEIGHTS.when(in_half), _Missing.IN_BF16),
-        FP32Weights.IN_BF16.when(in_half) or _Missing.AUTOCAST_BF16,
+        FP32Weights.in_bf16(case.precision),
     )
 
 
@@ -210,20 +214,23 @@ def _unscaled(dropped: Event | None, case: Case) -> Found:
         # Such loops scale by hand: a GradScaler would unscale the gradients of the masters.
         return Found(says, _evidence(case), words, _Missing.SKIP_BY_HAND)
     recommended = case.advised.advice.recommended
-    log2, room = round(log2_of(recommended or 1.0)), ""
+    log2 = round(log2_of(recommended or 1.0))
     has_start = log2 != 0
     if not recommended:
         log2 = max((_room(case) or 0) - HEADROOM, 0)
         has_start = 0 < log2 < LOG2_INITIAL or (log2 > LOG2_INITIAL and bool(zeros or crowd))
-        below = f"{HEADROOM} powers of two below the largest at which nothing seen overflows; less may do"
-        room = f" (begin at 2^{log2}, {below})" * has_start
     in_half = FLOAT16.name in case.precision.weights
     fix, new, begin = _MADE[no_scaler]
     return Found(
         says,
         _evidence(case),
-        {**words, "room": room, "log2_start": log2},
-        (_Missing.FOR_SCALER.when(in_half), fix),
+        {**words, "log2_start": log2, "headroom": HEADROOM},
+        (
+            _Missing.FOR_SCALER.when(in_half),
+            fix,
+            _Missing.ROOM.when(has_start and not recommended),
+            _Missing.IF_BY_HAND.when(fix is _Missing.SCALE),
+        ),
         (
             FP32Weights.IN_FP16.when(in_half),
             begin.when(has_start) or new,

@@ -37,10 +37,8 @@ _NEAR = 4.0
 class Scaler(Sentences):
     """Code that several of these faults share."""
 
-    NEW = "# once, before the loop\nscaler = torch.amp.GradScaler({device_type})"
-    BEGINNING_AT = (
-        "# once, before the loop\nscaler = torch.amp.GradScaler(\n    {device_type}, init_scale=2.0**{log2_start}\n)"
-    )
+    NEW = "# {once}\nscaler = torch.amp.GradScaler({device_type})"
+    BEGINNING_AT = "# {once}\nscaler = torch.amp.GradScaler(\n    {device_type}, init_scale=2.0**{log2_start}\n)"
 
 
 def skips_of(case: Case) -> list[Event]:
@@ -217,7 +215,7 @@ class _Anew(Sentences):
         "Make one scaler for the run. Where a job continues from a checkpoint, save and load the scaler's state with it, or "
         "begin at a lower scale."
     )
-    BEFORE_LOOP = "scaler = torch.amp.GradScaler({device_type})\nfor batch in loader:\n    train_step(batch, scaler)"
+    BEFORE_LOOP = "# before the loop, in place of\n# {at_scaler}\nscaler = torch.amp.GradScaler({device_type})"
     SAVE_AND_LOAD = 'checkpoint["scaler"] = scaler.state_dict()\nscaler.load_state_dict(checkpoint["scaler"])'
 
 
@@ -301,7 +299,7 @@ class _High(Sentences):
     BEGIN = "Begin at {recommended:scale}, and let the scaler lower it by itself."
     SCALE_BY = "Scale by {recommended:scale}, and let a scaler skip steps that overflow."
     UPDATE = "Call scaler.update() without an argument after each scaler.step(): it lowers the scale after an overflow."
-    STEP_AND_UPDATE = "scaler.step(optimizer)\nscaler.update()"
+    STEP_AND_UPDATE = "# after {at_step}\nscaler.update()"
     BACKOFF = (
         "A backoff_factor of {backoff:.12g} hardly lowers it: leave backoff_factor and growth_factor at their defaults."
     )
@@ -480,8 +478,14 @@ class _Recurs(Sentences):
         "acts."
     )
     LOOK = (
-        "Look in the batches of steps {numbers} for an outlier, a padded last batch, a sample or another loss once a period. "
-        "Clip its loss, make it smaller, or leave it out. Each such step halves the scale for all the others."
+        "In steps {numbers} look for an outlier in the batch. It may also be a padded last batch, or another loss once a "
+        "period. Clip its loss, make it smaller, or leave it out. Each such step halves the scale for all the others."
+    )
+    PRINT = (
+        "# before {at_forward}\n"
+        "# with step from 0, and its inputs\n"
+        "if step in {named}:\n"
+        "    print(x.abs().max(), target.abs().max())"
     )
 
 
@@ -505,6 +509,7 @@ def _overflow_recurs(case: Case) -> Iterator[Found]:
         {"steps": steps, "period": period, "scales": scales},
         {
             "numbers": numbers,
+            "named": tuple(steps[:_NAMED]),
             "when": filled(f"Every {{}} steps ({numbers})", period) or f"In steps {numbers}",
             "where": _common_place(recurring),
             "despite": _despite(scales),
@@ -512,6 +517,7 @@ def _overflow_recurs(case: Case) -> Iterator[Found]:
             "scale_last": scales[-1],
         },
         _Recurs.LOOK,
+        _Recurs.PRINT,
         layer=recurring[0].module,
         is_mild=period is not None and not goes_on,
         is_inferred=True,

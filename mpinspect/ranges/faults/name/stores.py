@@ -95,9 +95,8 @@ class _Updates(Sentences):
     )
     FP32_WEIGHTS = "Keep all weights in FP32: autocast casts the operands of each product."
     FP32_WEIGHTS_OR_MASTERS = (
-        "Keep the weights in FP32 and compute in 16 bits by autocast, or let the optimizer step FP32 master weights."
+        "Keep the weights in FP32 and compute in 16 bits by autocast. FP32 masters in the optimizer do as well."
     )
-    TO_FP32 = "# before the optimizer is made\nmodel.float()"
 
 
 @dataclass(frozen=True)
@@ -244,11 +243,11 @@ def _sampled(case: Case) -> str:
     return f" in the {number_of(sampled, 'sampled step')}" * (0 < sampled < case.progress.steps)
 
 
-def _kept_wide(lost: _LostInFormat, case: Case) -> tuple[_Updates | tuple[()], _Updates | FP32Weights | tuple[()]]:
+def _kept_wide(lost: _LostInFormat, case: Case) -> tuple[_Updates | tuple[()], FP32Weights | tuple[()]]:
     if not lost.is_fault:
         return (), ()
     if any(case.precision.autocast):
-        return _Updates.FP32_WEIGHTS, _Updates.TO_FP32
+        return _Updates.FP32_WEIGHTS, FP32Weights.TO_FP32
     return _Updates.FP32_WEIGHTS_OR_MASTERS, FP32Weights.of(lost.storage)
 
 
@@ -465,8 +464,8 @@ class _Masters(Sentences):
     FP32_COPY = "Keep copies of weights that are written back (a stash, a checkpoint, a broadcast) in FP32."
     STASH = "stash = [\n    p.detach().clone()\n    for p in model.parameters()\n]"
     ONE_WAY = (
-        "Copy only from the masters to the weights, and save and load the masters with a checkpoint: they are the weights of "
-        "the training."
+        "Copy only from the masters to the weights. Save and load the masters with a checkpoint: they are the weights of the "
+        "training."
     )
     STALE = (
         "Before the first step the masters of {modules} had other values than the weights ({changed:percent} of their elements "
@@ -476,7 +475,7 @@ class _Masters(Sentences):
         "Make the masters, and the optimizer, after the weights are loaded; or set the masters to them."
     )
     SET_TO_WEIGHTS = (
-        "model.load_state_dict(state)\n"
+        "# after the weights are loaded\n"
         "weights = model.parameters()\n"
         "with torch.no_grad():\n"
         "    for p, master in zip(weights, masters):\n"

@@ -65,28 +65,17 @@ class _Unscale(Sentences):
         "Let the scaler step the optimizer: it divides by the scale first, and skips a step that overflowed."
     )
     AFTER_LAST_BACKWARD = "Unscale, clip and read gradients after the last micro-batch's backward."
-    CLIP_NORM = (
-        "scaler.unscale_(optimizer)\n"
-        "torch.nn.utils.clip_grad_norm_(\n"
-        "    model.parameters(), max_norm\n"
-        ")\n"
-        "scaler.step(optimizer)"
-    )
-    CLIP_ALL = (
-        "for each in (optimizer, other_optimizer):\n"
-        "    scaler.unscale_(each)\n"
-        "torch.nn.utils.clip_grad_norm_(\n"
-        "    model.parameters(), max_norm\n"
-        ")"
-    )
+    BEFORE_CLIP = "# before {at_clip}\nscaler.unscale_(optimizer)"
+    ALL_BEFORE_CLIP = "# before {at_clip}\nfor each in (optimizer, other_optimizer):\n    scaler.unscale_(each)"
+    AFTER_BACKWARD = "# after {last_backward}\nscaler.unscale_(optimizer)"
     CLIP_VALUE = (
+        "# after {last_backward}\n"
         "scaler.unscale_(optimizer)\n"
         "torch.nn.utils.clip_grad_value_(\n"
         "    model.parameters(), clip_value\n"
-        ")\n"
-        "scaler.step(optimizer)"
+        ")"
     )
-    SCALER_STEP = "# instead of optimizer.step()\nscaler.step(optimizer)\nscaler.update()"
+    SCALER_STEP = "# in place of {at_step}\nscaler.step(optimizer)\nscaler.update()"
 
 
 def _unscale_missing(case: Case) -> Iterator[Found]:
@@ -100,18 +89,18 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
     scales = {change.scale for change in case.progress.scales}
     is_scaled = not scales <= {1.0, None}
     if changed and is_scaled and not _is_divided_by_hand(case, changed) and not _is_average(changed):
-        says, fix, code = _Unscale.CHANGED, _Unscale.UNSCALE_FIRST, _Unscale.CLIP_VALUE
+        says, fix, code = _Unscale.CHANGED, _Unscale.UNSCALE_FIRST, _Unscale.AFTER_BACKWARD
         if changed[0].is_uniform:
-            says, code = _Unscale.CLIPPED, _Unscale.CLIP_NORM
+            says, code = _Unscale.CLIPPED, _Unscale.BEFORE_CLIP
         if any(_are_clipped_together(changed[0], others) for others in case.recorded(ChangedBeforeStep)):
-            says, fix, code = _Unscale.PARTLY, _Unscale.UNSCALE_ALL, _Unscale.CLIP_ALL
+            says, fix, code = _Unscale.PARTLY, _Unscale.UNSCALE_ALL, _Unscale.ALL_BEFORE_CLIP
         scale = case.progress.scale_at(changed[0].step)
         yield Found.of(case, changed, says, fix, code, evidence={"loss_scale": scale})
     for stepped in case.recorded(SteppedWhileScaled):
         scale = case.progress.scale_at(stepped.step)
         says, fix, code = _Unscale.STEPPED, _Unscale.LET_SCALER_STEP, _Unscale.SCALER_STEP
         if stepped.divided_early:
-            says, fix, code = _Unscale.DIVIDED_EARLY, _Unscale.AFTER_LAST_BACKWARD, _Unscale.CLIP_NORM
+            says, fix, code = _Unscale.DIVIDED_EARLY, _Unscale.AFTER_LAST_BACKWARD, _Unscale.AFTER_BACKWARD
         # A clip hides by how much gradients are too large, and nobody divides by hand what a scaler divides.
         if scale and scale > 1 and (stepped.divided_early or stepped.factor * scale > _UNSCALED_BY_HAND):
             yield Found.of(case, [stepped], says, fix, code, evidence={"loss_scale": scale}, is_grave=True)
@@ -175,16 +164,8 @@ class _TooOften(Sentences):
     DIVIDE_NOTHING = "Let the scaler divide, and do not divide by hand."
     ONCE = "Unscale, clip, step and update once, after the last micro-batch."
     SCALE_EACH = "Scale each loss."
-    CLIP = (
-        "scaler.unscale_(optimizer)\n"
-        "torch.nn.utils.clip_grad_norm_(\n"
-        "    parameters, max_norm\n"
-        ")\n"
-        "scaler.step(optimizer)"
-    )
-    AFTER_LAST = (
-        "if is_last_micro_batch:\n    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\n    scaler.update()"
-    )
+    IN_PLACE = "# after {last_backward}\n# in place of the division by hand\nscaler.unscale_(optimizer)"
+    AFTER_LAST = "# in place of {at_unscale}\nif is_last_micro_batch:\n    scaler.unscale_(optimizer)"
     BOTH_LOSSES = "scaler.scale(loss).backward()\nscaler.scale(other_loss).backward()"
 
 
@@ -196,7 +177,7 @@ def _unscaled_too_often(case: Case) -> Iterator[Found]:
     """
     by_hand = _changed(case)
     rows: tuple[tuple[list[Any], _TooOften, _TooOften, _TooOften], ...] = (
-        (by_hand * _is_divided_by_hand(case, by_hand), _TooOften.BY_HAND, _TooOften.DIVIDE_NOTHING, _TooOften.CLIP),
+        (by_hand * _is_divided_by_hand(case, by_hand), _TooOften.BY_HAND, _TooOften.DIVIDE_NOTHING, _TooOften.IN_PLACE),
         (list(case.recorded(UnscaledAgain)), _TooOften.AGAIN, _TooOften.ONCE, _TooOften.AFTER_LAST),
         (list(case.recorded(UnscaledNeverScaled)), _TooOften.NEVER_SCALED, _TooOften.SCALE_EACH, _TooOften.BOTH_LOSSES),
     )
@@ -257,18 +238,10 @@ class _OtherScale(Sentences):
     )
     UPDATE_LAST = "Call scaler.update() once a step, after the last scaler.step()."
     ONE_SCALER = "Scale a loss, and step its optimizer, with the same GradScaler."
-    ONE_UPDATE = "scaler.step(optimizer)\nscaler.step(other_optimizer)\nscaler.update()"
-    UNSCALE_THEN_STEP = "scaler.unscale_(optimizer)\nscaler.step(optimizer)\nscaler.update()"
+    ONE_UPDATE = "# once, after {at_step}\n# and all other steps\nscaler.update()"
     WITH_ITS_SCALER = "scaler.scale(loss).backward()\nscaler.step(optimizer)"
     SAME_SCALE = "Divide by the scale with which the backward was run; change the scale after the optimizer's step."
-    ORDER = (
-        "(loss * scale).backward()\n"
-        "for p in parameters:\n"
-        "    p.grad.div_(scale)\n"
-        "optimizer.step()\n"
-        "# last\n"
-        "scale = next_scale(scale)"
-    )
+    ORDER = "# move the change of the scale\n# after {at_step}"
 
 
 def _divided_by_another_scale(case: Case) -> Iterator[Found]:
@@ -308,7 +281,7 @@ def _updated_before(found: Sequence[DividedByAnother], case: Case) -> Iterator[F
     changes = len(known) - 1
     says, fix, code = _OtherScale.UPDATED, _OtherScale.UPDATE_LAST, _OtherScale.ONE_UPDATE
     if found[0].repeated:
-        says, code = _OtherScale.TWICE, _OtherScale.UNSCALE_THEN_STEP
+        says = _OtherScale.TWICE
     elif found[0].other_scaler:
         says, fix, code = _OtherScale.OTHER_SCALER, _OtherScale.ONE_SCALER, _OtherScale.WITH_ITS_SCALER
     is_updated = says is _OtherScale.UPDATED
@@ -431,16 +404,9 @@ class _Mixed(Sentences):
     )
     SCALE_WHOLE = "Add the losses first, and scale their sum."
     ONCE = "Scale each loss once, and let the scaler divide and step."
-    UNSCALE_ONCE = (
-        "for micro_batch in micro_batches:\n"
-        "    loss = loss_of(micro_batch)\n"
-        "    scaler.scale(loss).backward()\n"
-        "# once, before clipping\n"
-        "scaler.unscale_(optimizer)\n"
-        "scaler.step(optimizer)"
-    )
+    UNSCALE_ONCE = "# once, after {last_backward}\nscaler.unscale_(optimizer)"
     BOTH_LOSSES = "scaler.scale(loss).backward()\nscaler.scale(other_loss).backward()"
-    THEN_ADD = "scaler.unscale_(optimizer)\nadd_noise_or_weight_decay(model)\nscaler.step(optimizer)"
+    THEN_ADD = "# before it, once a step\nscaler.unscale_(optimizer)"
     PENALTY = (
         "output = scaler.scale(output.sum())\n"
         "(scaled,) = torch.autograd.grad(\n"

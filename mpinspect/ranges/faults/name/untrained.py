@@ -208,7 +208,7 @@ class _Zero(Sentences):
         "If they are not zero there, multiply this part's loss by a factor of its own{limit}. Computing them in FP32 would not "
         "do: {damped}."
     )
-    BEGIN_AT = "scaler = torch.amp.GradScaler(\n    {device_type}, init_scale={raised:.0f}\n)"
+    BEGIN_AT = "# {once}\nscaler = torch.amp.GradScaler(\n    {device_type}, init_scale={raised:.0f}\n)"
     AUTOCAST_OFF = "# for one batch\nwith torch.autocast({device_type}, enabled=False):\n    y = module(x.float())"
 
 
@@ -448,26 +448,8 @@ class _NotOptimized(Sentences):
         "The optimizer holds {idle:count tensor} outside of the model that never got a gradient: it was made before parameters "
         "were replaced."
     )
-    MAKE_LAST = (
-        "Make the optimizer after the last module was added, or add that module's parameters to it; freeze parameters that "
-        "should not learn."
-    )
-    ADD_MODULE = (
-        'module = model.get_submodule({module})\noptimizer.add_param_group(\n    {{"params": module.parameters()}}\n)'
-    )
-    ADD_ALL = (
-        "known = {{\n"
-        "    id(p)\n"
-        "    for group in optimizer.param_groups\n"
-        '    for p in group["params"]\n'
-        "}}\n"
-        "new = [\n"
-        "    p\n"
-        "    for p in model.parameters()\n"
-        "    if id(p) not in known\n"
-        "]\n"
-        'optimizer.add_param_group({{"params": new}})'
-    )
+    MAKE_LAST = "Make the optimizer after the last module was added. Parameters that should not learn are to be frozen."
+    MOVE = "# move below the last new module:\n# {at_optimizer}"
 
 
 def _parameters_not_optimized(case: Case) -> Iterator[Found]:
@@ -478,7 +460,6 @@ def _parameters_not_optimized(case: Case) -> Iterator[Found]:
     """
     for measured in case.recorded(NotOptimized):
         idle, share = int(measured.idle or 0), measured.fraction
-        modules = {name.rpartition(".")[0] for name in measured.names}
         yield Found(
             (by_number(len(measured.names), _NotOptimized.ONE, _NotOptimized.MANY), _NotOptimized.IDLE.when(idle)),
             {
@@ -487,9 +468,9 @@ def _parameters_not_optimized(case: Case) -> Iterator[Found]:
                 "idle": idle,
                 "names": list(measured.names[:MOST_NAMES]),
             },
-            {"modules": grouped(measured.names), "module": quoted(min(modules, default=""))},
+            {"modules": grouped(measured.names)},
             _NotOptimized.MAKE_LAST,
-            by_number(len(modules), _NotOptimized.ADD_MODULE, _NotOptimized.ADD_ALL),
+            _NotOptimized.MOVE,
             layer=measured.name,
             is_mild=share >= 0.5 and not idle,
         )

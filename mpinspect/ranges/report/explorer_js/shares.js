@@ -71,9 +71,9 @@ export class Shares {
     }, keep);
   }
 
-  /** Whether the curve is shown: as the reader chose, or where it says something and has room. */
+  /** Whether the curve is shown: as the reader chose, or where it has room and says something, which it does not of a bound. */
   get hasCurve() {
-    return this.view.state.hasCurve ?? (!isNarrow() && isNotable(this.view));
+    return this.view.state.hasCurve ?? (!isNarrow() && isNotable(this.view) && !this.view.isBound);
   }
 
   /** Pixels of the figure if its curve is folded; null where it is shown. */
@@ -138,7 +138,7 @@ export class Shares {
     const [counted, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
     // Zeros that may have been values bound the share of the elements, and leave that of the magnitudes unknown.
     const those = view.chosen ? [view.chosen] : view.ofKind;
-    const isBound = those.some((/** @type {any} */ layer) => view.hiddenIn(layer, view.figures(layer)));
+    const { isBound } = view;
     const lost = isBound ? `≤${percent(Math.max(...those.map((/** @type {any} */ layer) => view.lossOf(layer))))}` : counted;
     const beside = broken && this.hasCurve ? [element("b", { className: "bad" }, `${this.view.chosen ? "" : "up to "}${percent(broken)} inf, NaN: the curves are of finite values`)] : [];
     if (view.hidesValues && this.hasCurve) beside.push(element("span", {}, "zeros may have been values"));

@@ -195,9 +195,15 @@ export class View {
     return Boolean(said && curve && this.ofKind.some((/** @type {any} */ layer) => layer.floor !== null && this.counted(layer)?.zeros));
   }
 
-  /** Elements of a layer that an earlier operation may have flushed, in a run that needs a larger loss scale. @param {any} layer @param {any} found its figures */
+  /** Elements of a layer that an earlier operation may have flushed, in a run without a loss scale, or that needs a larger one. @param {any} layer @param {any} found its figures */
   hiddenIn(layer, found) {
-    return this.hidesValues && this.data.suggested && layer.floor !== null ? (found?.h.zeros ?? 0) : 0;
+    const isScaled = this.data.scales.some((/** @type {[number, number | null]} */ [, value]) => value);
+    return this.hidesValues && (this.data.suggested || !isScaled) && layer.floor !== null ? (found?.h.zeros ?? 0) : 0;
+  }
+
+  /** Whether the share flushed is known as a bound alone, for the chosen layer or any. */
+  get isBound() {
+    return (this.chosen ? [this.chosen] : this.ofKind).some((/** @type {any} */ layer) => this.hiddenIn(layer, this.figures(layer)));
   }
 
   /** Share of a layer's elements that the format flushes, at most: with those that were flushed before. @param {any} layer */
