@@ -37,10 +37,6 @@ _ON_THE_WAY = (
 )
 
 
-#: How many stack frames are searched upwards for the code that copies a tensor.
-_FRAMES = 12
-
-
 class LiveMatmuls:
     """Record from ``begin`` to ``end``, on the calling thread and on autograd's threads.
 
@@ -184,7 +180,7 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
 
     def _copy(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         try:
-            if not self._is_beside_the_step() and not _called_by_us(sys._getframe(1)):
+            if not self._is_beside_the_step():
                 super()._copy(func, args, result)
         except Exception as error:
             self._fault(error)
@@ -269,16 +265,3 @@ def _together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     holder = torch.nn.Module()
     holder._modules.update(models)
     return holder
-
-
-def _called_by_us(frame: FrameType) -> bool:
-    """Return whether mpinspect's own counting calls the operator that a frame of the mode handles."""
-    for _ in range(_FRAMES):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if own_code.is_of(frame, own_code.CALLING_THE_USER):
-            return False
-        if own_code.is_of(frame, own_code.COUNTING):
-            return True
-    return False

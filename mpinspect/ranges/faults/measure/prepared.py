@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mpinspect.ranges.faults.measure.operands import NARROW, Pending, numbers_of
+from mpinspect.ranges.faults.measure.operands import Pending, is_narrow, numbers_of
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
 from mpinspect.ranges.faults.measure.twins import Marks, distance, is_finite
@@ -59,7 +59,7 @@ class PreparedTensors(SecondComputation):
         given = list(leaves((*args, *kwargs.values())))
         # A weight has no exact value: training begins with the one that it has.
         is_weight = any(isinstance(each, torch.nn.Parameter) for each in given)
-        if not is_weight and (self._twins.bytes or any(map(_is_narrow, given))):
+        if not is_weight and (self._twins.bytes or any(map(is_narrow, given))):
             if is_capturing():
                 # A second run would become a part of the script's graph.
                 self._operators = _MOST_OPERATORS + 1
@@ -190,12 +190,6 @@ class Preparation:
         self._tensors = None
         self._note(f"what the script computed before its first step was not computed twice: {error!r}")
         self._exit_soon()
-
-
-def _is_narrow(value: Any) -> bool:
-    return (
-        value in NARROW if isinstance(value, torch.dtype) else isinstance(value, torch.Tensor) and value.dtype in NARROW
-    )
 
 
 def _harm(record: PreparedError) -> tuple[float, float]:
