@@ -88,8 +88,7 @@ class OneStep(Guarded):
     @guarded
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark the following matrix products as the optimizer's, not the model's."""
-        if self._recorded is not None and self._is_its_thread:
-            self._recorded.products.in_optimizer = True
+        if self._recorded is not None:
             self._recorded.twice.optimizer_steps(optimizer)
 
     @guarded
@@ -109,14 +108,13 @@ class OneStep(Guarded):
         if not self._is_needed:
             return
         if self._recorded is not None:
-            self._recorded.products.in_optimizer = False
             self._recorded.twice.optimizer_stepped()
         self._step_ended(optimizer)
 
     @guarded
     def loss_scaled(self, scaler: object, given: object, scaled: object) -> None:
         """Follow the loss scale from here; called when ``scaler.scale(given)`` has returned ``scaled``."""
-        if self._recorded is not None and self._is_its_thread:
+        if self._recorded is not None:
             self._recorded.twice.loss_scaled(scaler, given, scaled)
 
     @guarded
@@ -269,24 +267,22 @@ class OneStep(Guarded):
 
     def _finish_products(self, stopped: str) -> None:
         recorded, self._recorded = self._recorded, None
-        if recorded is not None:
-            matmuls = recorded.products.end(stopped)
-            self._record_second(recorded)
-            if not self._is_again and not self._is_compiled and (self._is_lint_asked or not stopped):
-                self.matmuls = matmuls
-            self._leave(recorded)
-
-    def _leave(self, recorded: _Recorded) -> None:
-        self._lingering = None if recorded.leave() else recorded
-
-    def _record_second(self, recorded: _Recorded) -> None:
+        if recorded is None:
+            return
+        matmuls = recorded.products.end(stopped)
         records, left_out = recorded.twice.end()
+        self._leave(recorded)
         if self._is_again:
             self._choice.ends(records, self._models.broken_phase())
+        elif not self._is_compiled and (self._is_lint_asked or not stopped):
+            self.matmuls = matmuls
         for record in records:
             self._models.record(recorded.names, record, recorded.steps)
         if left_out:
             self._seen.note(left_out)
+
+    def _leave(self, recorded: _Recorded) -> None:
+        self._lingering = None if recorded.leave() else recorded
 
     def _begin_profile(self) -> None:
         from mpinspect.kernels.capture.live_profile import LiveProfile, obstacle

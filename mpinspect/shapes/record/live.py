@@ -10,7 +10,7 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
 
@@ -25,7 +25,7 @@ from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.fused import observe_attention
 from mpinspect.shapes.record.mode import MatmulMode
 from mpinspect.shapes.record.sizes import allowed_tf32, named_sizes, tied_embeddings
-from mpinspect.shapes.records import Matmul, MatmulRecording
+from mpinspect.shapes.records import MatmulRecording
 
 #: Modules whose stack frames lie between an operator's caller and the mode.
 _ON_THE_WAY = (
@@ -54,15 +54,6 @@ class LiveMatmuls:
         self._device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
         self._left = False
         self._thread = threading.get_ident()
-
-    @property
-    def in_optimizer(self) -> bool:
-        """Return whether an optimizer is stepping; its products outside of modules are not recorded."""
-        return self._mode.in_optimizer
-
-    @in_optimizer.setter
-    def in_optimizer(self, value: bool) -> None:
-        self._mode.in_optimizer = value
 
     def begin(self) -> None:
         """Enter the mode and register hooks on the modules."""
@@ -128,7 +119,6 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         # A single call does not show the device's own autocast: 16-bit products count as cast.
         super().__init__(calls, parameters, autocast=False, lowers=lambda: True, meta=False)
         self.recording = False
-        self.in_optimizer = False
         self.notes: list[str] = []
         self._live_calls = calls
 
@@ -164,38 +154,27 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         self.autocast = self._live_calls.autocast_dtype is not None
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _records(self, func: Any, args: tuple[Any, ...], output: Any) -> tuple[Matmul, ...]:
-        try:
-            return super()._records(func, args, output)
-        except Exception as error:
-            self._fault(error)
-            return ()
-
     def _product(self, func: Any, args: tuple[Any, ...], result: Any, refused: str) -> None:
-        try:
-            if not self._is_beside_the_step():
-                super()._product(func, args, result, refused)
-        except Exception as error:
-            self._fault(error)
+        self._record(super()._product, func, args, result, refused)
 
     def _copy(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        self._record(super()._copy, func, args, result)
+
+    def _record(self, record: Callable[..., None], *args: Any) -> None:
         try:
             if not self._is_beside_the_step():
-                super()._copy(func, args, result)
+                record(*args)
         except Exception as error:
-            self._fault(error)
+            self.recording = False
+            self.notes.append(
+                f"mpinspect failed in recording a matrix product ({error!r}): the rest of the step is missing"
+            )
 
     def _is_beside_the_step(self) -> bool:
         """Return whether an operator is the optimizer's own arithmetic, or part of a validation."""
         if torch._C._current_autograd_node() is not None:
             return False
-        return self._live_calls.evaluates or (self.in_optimizer and not self.calls.any_running)
-
-    def _fault(self, error: Exception) -> None:
-        self.recording = False
-        self.notes.append(
-            f"mpinspect failed in recording a matrix product ({error!r}): the rest of the step is missing"
-        )
+        return self._live_calls.evaluates or (self._live_calls.in_optimizer and not self.calls.any_running)
 
 
 class _LiveCalls(ModuleCalls):
@@ -209,6 +188,8 @@ class _LiveCalls(ModuleCalls):
         self._dtypes: Counter[torch.dtype | None] = Counter()
         #: Depth of the module whose forward began an evaluation; 0 while no evaluation is running.
         self._evaluates_from = 0
+        #: Whether an optimizer is stepping; its products outside of modules are not recorded.
+        self.in_optimizer = False
 
     def path(self) -> str:
         """Return the dotted path of the innermost module that is running; "" outside of all."""

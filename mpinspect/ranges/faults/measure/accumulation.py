@@ -38,10 +38,6 @@ class Accumulation(Measuring):
         self.at_work = self._clock.measured and self._steps < _MOST_STEPS
         self._before.clear()
 
-    def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
-        """Return True."""
-        return True
-
     @torch.no_grad()
     def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Compare the accumulated gradients with their copies from before this backward, and copy them for the next."""

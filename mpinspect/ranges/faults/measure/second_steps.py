@@ -38,6 +38,7 @@ class RunningModules:
         self._paths = [""]
         #: The number of paths with that of the module that began an evaluation; 0 while none is running.
         self._evaluates_from = 0
+        self.in_optimizer = False
         self._handles = HandleList()
 
     def path(self) -> str:
@@ -64,6 +65,7 @@ class RunningModules:
     def unfollow(self) -> None:
         """Remove the hooks."""
         self._handles.remove_all()
+        self.in_optimizer = False
 
     def _enter(self, path: str, module: torch.nn.Module, args: Any) -> None:
         self._paths.append(path)
@@ -77,7 +79,9 @@ class RunningModules:
 
 
 class Running(Protocol):
-    """Knows the modules that are running."""
+    """Knows the modules that are running, and whether an optimizer is stepping (``in_optimizer``)."""
+
+    in_optimizer: bool
 
     def path(self) -> str:
         """Return the dotted path of the innermost module that is running; "" outside of all."""
@@ -116,7 +120,6 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._powers = powers
         self._running, self._failed = running, failed
         self._process = os.getpid()
-        self._in_optimizer = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -141,7 +144,7 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if second is not None and pending:
             self._attempt(second.after, pending, result, sys._getframe(1))
         if self._powers is not None:
-            self._attempt(self._powers.ran, func, args, kwargs, result, sys._getframe(1), self._in_optimizer)
+            self._attempt(self._powers.ran, func, args, kwargs, result, sys._getframe(1), self._running.in_optimizer)
         return result
 
     def stop(self) -> None:
@@ -161,7 +164,7 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._second is None or torch._C._current_autograd_node() is not None:
             return self._second
         # A closure, as Lightning's, enables gradients again for the loop's own code.
-        if self._in_optimizer and not self._running.any_running and not torch.is_grad_enabled():
+        if self._running.in_optimizer and not self._running.any_running and not torch.is_grad_enabled():
             return self._second.of_optimizer
         return None if self._running.evaluates else self._second
 
@@ -202,15 +205,17 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the operators that follow on this thread as the optimizer's."""
-        if self._second is not None and threading.get_ident() == self._thread:
-            self._in_optimizer = True
-            self._second.optimizer_steps(optimizer)
+        if threading.get_ident() == self._thread:
+            self._running.in_optimizer = True
+            if self._second is not None:
+                self._second.optimizer_steps(optimizer)
 
     def optimizer_stepped(self) -> None:
         """Take the operators that follow on this thread as the training's."""
-        if self._second is not None and threading.get_ident() == self._thread:
-            self._in_optimizer = False
-            self._second.optimizer_stepped()
+        if threading.get_ident() == self._thread:
+            self._running.in_optimizer = False
+            if self._second is not None:
+                self._second.optimizer_stepped()
 
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         """Follow the loss scale from here."""
