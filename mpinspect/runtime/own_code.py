@@ -42,16 +42,6 @@ WRITING_FILES = ("mpinspect.runtime.background",)
 
 #: Modules of the recorder of matrix products, through which operators pass.
 RECORDING_PRODUCTS = ("mpinspect.shapes.record",)
-#: Modules that copy tensors to count them, or that are called in doing so.
-COUNTING = (
-    "mpinspect.counting",
-    "mpinspect.kernels.capture",
-    "mpinspect.ranges.capture",
-    "mpinspect.runtime.distributed",
-    "mpinspect.runtime.guard",
-)
-#: Modules that call the user's code, whose copies of tensors are the user's.
-CALLING_THE_USER = ("mpinspect.runtime.hooks", "mpinspect.ranges.capture.scalers")
 
 
 def is_of(frame: FrameType, modules: tuple[str, ...]) -> bool:

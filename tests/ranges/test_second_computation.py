@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mpinspect.ranges.faults.measure import second_steps
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.records import (
     AbsorbedOperand,
@@ -34,16 +35,18 @@ class Twice:
         self.model = nn.Identity() if model is None else model
         self._live = LiveMatmuls({"model": self.model})
         self.second = SecondComputation(
-            self._live.running_module, self.model.named_parameters(), self.model.named_buffers()
+            self._live.calls.path, self.model.named_parameters(), self.model.named_buffers()
         )
-        self._live.compute_twice(self.second)
+        self._mode = second_steps.Twice(self.second, self._live.calls)
 
     def __enter__(self):
+        self._mode.__enter__()
         self._live.begin()
         return self.second
 
     def __exit__(self, *error):
         self.recording = self._live.end()
+        assert self._mode.leave()
         assert not self.recording or self.recording.notes == ()
 
 

@@ -173,7 +173,7 @@ class Observer:
 
     def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
         """Return whether the observer handles parameter gradients; ``checked_by_scaler``: whether a scaler checks them."""
-        return False
+        return overrides(self, "parameter_gradients")
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Decide whether the observer is at work in the step that begins."""

@@ -6,9 +6,9 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,8 +25,7 @@ from mpinspect.runtime.wrappers import named_plainly, submodules
 
 if TYPE_CHECKING:
     from mpinspect.kernels.capture.live_profile import LiveProfile
-    from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
-    from mpinspect.ranges.faults.measure.powers import PowersOfScale
+    from mpinspect.ranges.faults.measure.second_steps import StepTwice
     from mpinspect.shapes.record.live import LiveMatmuls
     from mpinspect.shapes.records import MatmulRecording
 
@@ -67,11 +66,7 @@ class OneStep(Guarded):
         self._unstepped: set[int] = set()
         #: Number of steps of each optimizer, by id, before one is chosen.
         self._steps: Counter[int] = Counter()
-        self._products: LiveMatmuls | None = None
-        #: The second computation of the recorded step, its models, and their steps.
-        self._second: tuple[WholeStep, tuple[str, ...], dict[str, int]] | None = None
-        #: The powers of the loss scale in the recorded step.
-        self._powers: PowersOfScale | None = None
+        self._recorded: _Recorded | None = None
         #: Chooses further steps that are computed twice.
         self._choice = StepChoice((), after_events=0)
         #: How many more optimizers may replace the chosen one and have an early step computed twice.
@@ -86,24 +81,22 @@ class OneStep(Guarded):
         self._is_again = False
         #: Whether the recorded step has compiled code, whose products are not seen.
         self._is_compiled = False
-        #: A recorder still on the stack of dispatch modes, because the script has entered another mode since.
-        self._lingering: LiveMatmuls | None = None
+        #: A recorded step still on the stack of dispatch modes, because the script has entered another mode since.
+        self._lingering: _Recorded | None = None
         self._profile: LiveProfile | None = None
 
     @guarded
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark the following matrix products as the optimizer's, not the model's."""
-        if self._products is not None and self._is_its_thread:
-            self._products.in_optimizer = True
-            if self._second is not None:
-                self._second[0].optimizer_steps(optimizer)
+        if self._recorded is not None:
+            self._recorded.twice.optimizer_steps(optimizer)
 
     @guarded
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin or end the recorded step after this optimizer's step has run."""
         self._unstepped.discard(threading.get_ident())
-        if self._lingering is not None and self._lingering.leave():
-            self._lingering = None
+        if self._lingering is not None:
+            self._leave(self._lingering)
         if not self._is_its_thread:
             return
         if self._is_replaced(optimizer):
@@ -115,17 +108,15 @@ class OneStep(Guarded):
             self._step_passed()
         if not self._is_needed:
             return
-        if self._products is not None:
-            self._products.in_optimizer = False
-            if self._second is not None:
-                self._second[0].optimizer_stepped()
+        if self._recorded is not None:
+            self._recorded.twice.optimizer_stepped()
         self._step_ended(optimizer)
 
     @guarded
     def loss_scaled(self, scaler: object, given: object, scaled: object) -> None:
         """Follow the loss scale from here; called when ``scaler.scale(given)`` has returned ``scaled``."""
-        if self._powers is not None and self._is_its_thread:
-            self._powers.scaled(scaler, given, scaled)
+        if self._recorded is not None:
+            self._recorded.twice.loss_scaled(scaler, given, scaled)
 
     @guarded
     def backward_ended(self) -> None:
@@ -163,7 +154,7 @@ class OneStep(Guarded):
     @property
     def _is_needed(self) -> bool:
         wants = self._wants_matmuls or self._wants_trace or self._wants_second
-        return wants or self._products is not None or self._profile is not None
+        return wants or self._recorded is not None or self._profile is not None
 
     @property
     def _wants_second(self) -> bool:
@@ -174,7 +165,7 @@ class OneStep(Guarded):
 
     def give_up(self) -> None:
         """Stop recording because the script has ended, and note incomplete or missing recordings."""
-        if self._products is not None:
+        if self._recorded is not None:
             self._finish_products("the script ended within the step whose matrix products were recorded")
         elif self._wants_matmuls and self._is_lint_asked and self._models.all:
             self._too_few("--lint", "to record one: 2 are needed")
@@ -188,23 +179,24 @@ class OneStep(Guarded):
 
     def leave_compiled(self) -> None:
         """Stop recording products and remove the profile's hooks, since a module has just been compiled."""
-        if self._products is not None:
-            products, self._products = self._products, None
-            products.end("")
-            self._leave(products)
+        if self._recorded is not None:
+            recorded, self._recorded = self._recorded, None
+            recorded.products.end()
+            self._leave(recorded)
             self._note_lint("a model was compiled within the step that was to be recorded")
         if self._profile is not None:
             self._profile.leave_modules()
 
     def abandon(self) -> None:
         """Drop everything, in a forked child that may be in the middle of a step."""
-        if self._products is not None:
-            self._products.abandon()
-        self._products = self._profile = None
+        if self._recorded is not None:
+            self._recorded.products.abandon()
+            self._leave(self._recorded)
+        self._recorded = self._profile = None
         self._wants_matmuls = self._wants_trace = False
 
     def _step_ended(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if self._products is None and self._profile is None:
+        if self._recorded is None and self._profile is None:
             self._begin(optimizer)
         elif self._optimizer is None or self._optimizer() in (None, optimizer):
             self._go_on(optimizer)
@@ -226,7 +218,7 @@ class OneStep(Guarded):
         return all(id(each) in self._steps for each in others) or self._steps[id(optimizer)] >= _MOST_WAITED
 
     def _go_on(self, optimizer: torch.optim.Optimizer | None) -> None:
-        if self._products is not None:
+        if self._recorded is not None:
             self._finish_products("")
             if self._is_needed:
                 self._begin(optimizer)
@@ -234,8 +226,7 @@ class OneStep(Guarded):
             self._finish_profile("")
 
     def _begin_products(self) -> None:
-        from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
-        from mpinspect.ranges.faults.measure.powers import PowersOfScale
+        from mpinspect.ranges.faults.measure.second_steps import StepTwice
         from mpinspect.shapes.record.live import LiveMatmuls
 
         self._is_again = not self._wants_matmuls
@@ -255,45 +246,44 @@ class OneStep(Guarded):
             self._note_lint("code is compiled by torch.compile: use mpinspect lint on the model")
         parts = [part for model in models.values() for part in submodules(model)]
         products = LiveMatmuls(models, unhookable=self._compiled.among(parts) | KEEPING.inside(parts))
-        second = WholeStep(products.running_module, _parameters(models), _buffers(models), self._models.are_by_hand)
-        products.compute_twice(second)
-        if not self._is_compiled:
-            self._powers = PowersOfScale(products.running_module, _parameters(models))
-            products.follow(self._powers)
-        self._second = (second, tuple(models), self._models.steps())
+        twice = StepTwice(
+            products.calls,
+            self._second_failed,
+            _named(models, torch.nn.Module.named_parameters),
+            _named(models, torch.nn.Module.named_buffers),
+            self._is_compiled,
+            self._models.are_by_hand,
+        )
+        # The recorder of products, above on the stack, decomposes composite operators.
+        twice.__enter__()  # type: ignore[no-untyped-call]
         products.begin()
-        self._products = products
+        self._recorded = _Recorded(products, twice, tuple(models), self._models.steps())
 
     def _note_lint(self, reason: str) -> None:
         if self._is_lint_asked and not self._is_again:
             self._seen.note(f"--lint recorded no step: {reason}")
 
+    def _second_failed(self, error: Exception) -> None:
+        self._seen.note(f"mpinspect failed in computing the recorded step a second time ({error!r})")
+
     def _finish_products(self, stopped: str) -> None:
-        products, self._products = self._products, None
-        if products is not None:
-            matmuls = products.end(stopped)
-            for failure in products.failures:
-                self._seen.note(failure)
-            self._record_second()
-            if not self._is_again and not self._is_compiled and (self._is_lint_asked or not stopped):
-                self.matmuls = matmuls
-            self._leave(products)
+        recorded, self._recorded = self._recorded, None
+        if recorded is None:
+            return
+        matmuls = recorded.products.end(stopped)
+        records, left_out = recorded.twice.end()
+        self._leave(recorded)
+        if self._is_again:
+            self._choice.ends(records, self._models.broken_phase())
+        elif not self._is_compiled and (self._is_lint_asked or not stopped):
+            self.matmuls = matmuls
+        for record in records:
+            self._models.record(recorded.names, record, recorded.steps)
+        if left_out:
+            self._seen.note(left_out)
 
-    def _leave(self, products: LiveMatmuls) -> None:
-        self._lingering = None if products.leave() else products
-
-    def _record_second(self) -> None:
-        if self._second is not None:
-            second, names, steps = self._second
-            powers = [] if self._powers is None else self._powers.records()
-            self._second = self._powers = None
-            records = (*second.records(), *powers)
-            if self._is_again:
-                self._choice.ends(records, self._models.broken_phase())
-            for record in records:
-                self._models.record(names, record, steps)
-            if left_out := second.left_out():
-                self._seen.note(left_out)
+    def _leave(self, recorded: _Recorded) -> None:
+        self._lingering = None if recorded.leave() else recorded
 
     def _begin_profile(self) -> None:
         from mpinspect.kernels.capture.live_profile import LiveProfile, obstacle
@@ -323,23 +313,31 @@ class OneStep(Guarded):
             self._seen.note("counting and watching were off during the 2 steps that --kernels used for its profile")
 
 
-def _parameters(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the parameters of models, each with its path, which begins with the model's name if there are several."""
+class _Recorded(NamedTuple):
+    """The step that is recorded.
+
+    Args:
+        products: records its matrix products.
+        twice: computes it twice.
+        names: the names of its models.
+        steps: the number of steps that each model has made before.
+    """
+
+    products: LiveMatmuls
+    twice: StepTwice
+    names: tuple[str, ...]
+    steps: dict[str, int]
+
+    def leave(self) -> bool:
+        """Stop, and exit both modes. Return False while a mode of the script is above them on the stack."""
+        self.twice.stop()
+        return self.products.leave() and self.twice.leave()
+
+
+def _named(models: Mapping[str, torch.nn.Module], named: Callable[[torch.nn.Module], Any]) -> list[tuple[str, Any]]:
+    """Return parameters or buffers of models, each with its path, which begins with the model's name if there are several."""
     return [
-        (prefix + path, parameter)
-        for prefix, model in _prefixed(models)
-        for path, parameter in named_plainly(model, model.named_parameters())
+        (f"{name}.{path}" if len(models) > 1 else path, each)
+        for name, model in models.items()
+        for path, each in named_plainly(model, named(model))
     ]
-
-
-def _buffers(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.Tensor]]:
-    """Return the buffers of models, each with its path, in the form of ``named_parameters``."""
-    return [
-        (prefix + path, buffer)
-        for prefix, model in _prefixed(models)
-        for path, buffer in named_plainly(model, model.named_buffers())
-    ]
-
-
-def _prefixed(models: Mapping[str, torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
-    return [(f"{name}." if len(models) > 1 else "", model) for name, model in models.items()]

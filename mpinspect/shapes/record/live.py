@@ -10,24 +10,22 @@ import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mpinspect.reporting.words import number_of
 from mpinspect.runtime import own_code
-from mpinspect.runtime.compiled_graphs import CallsGraphs
-from mpinspect.runtime.emulation.products import is_composite
 from mpinspect.runtime.hooks import HandleList
 from mpinspect.shapes.operators.gemm import dtype_name
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
 from mpinspect.shapes.record.fused import observe_attention
 from mpinspect.shapes.record.mode import MatmulMode
 from mpinspect.shapes.record.sizes import allowed_tf32, named_sizes, tied_embeddings
-from mpinspect.shapes.records import Matmul, MatmulRecording
+from mpinspect.shapes.records import MatmulRecording
 
 #: Modules whose stack frames lie between an operator's caller and the mode.
 _ON_THE_WAY = (
@@ -37,44 +35,6 @@ _ON_THE_WAY = (
     "torch._compile",
     "torch._dynamo",
 )
-
-
-class Second(Protocol):
-    """Computes operators a second time (``ranges/faults/measure/second.py``)."""
-
-    @property
-    def of_optimizer(self) -> Second | None:
-        """Computes the operators of the optimizer that is stepping; None for leaving them out."""
-
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-    def after(self, pending: Any, result: Any, frame: FrameType) -> None: ...
-
-
-class SecondStep(Second, Protocol):
-    """Computes the operators of a step a second time, those of compiled code in its eager form."""
-
-    @property
-    def calls_graphs(self) -> CallsGraphs:
-        """Calls compiled graphs."""
-
-
-class Follower(Protocol):
-    """Sees each operator after it has run, the optimizer's too (``ranges/faults/measure/powers.py``)."""
-
-    def ran(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        frame: FrameType,
-        in_optimizer: bool,
-    ) -> None: ...
-
-
-#: How many stack frames are searched upwards for the code that copies a tensor.
-_FRAMES = 12
 
 
 class LiveMatmuls:
@@ -87,43 +47,18 @@ class LiveMatmuls:
 
     def __init__(self, models: Mapping[str, torch.nn.Module], unhookable: Collection[int] = ()) -> None:
         self._model = next(iter(models.values())) if len(models) == 1 else _together(models)
-        self._calls = _LiveCalls(self._model, unhookable)
+        #: Knows the running modules.
+        self.calls = _LiveCalls(self._model, unhookable)
         parameters = Parameters(self._model, {id(parameter): parameter for parameter in self._model.parameters()})
-        self._mode = _LiveMode(self._calls, parameters)
+        self._mode = _LiveMode(self.calls, parameters)
         self._device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
         self._left = False
         self._thread = threading.get_ident()
 
-    @property
-    def in_optimizer(self) -> bool:
-        """Return whether an optimizer is stepping; its products outside of modules are not recorded."""
-        return self._mode.in_optimizer
-
-    @in_optimizer.setter
-    def in_optimizer(self, value: bool) -> None:
-        self._mode.in_optimizer = value
-
-    def compute_twice(self, second: Second | SecondStep) -> None:
-        """Let ``second`` compute each operator of the step again."""
-        self._mode.second, self._mode.calls_graphs = second, getattr(second, "calls_graphs", None)
-
-    def follow(self, follower: Follower) -> None:
-        """Let ``follower`` see each operator of the step."""
-        self._mode.follower = follower
-
-    @property
-    def failures(self) -> list[str]:
-        """Sentences on what failed in the second computation, or in following the loss scale."""
-        return self._mode.failures
-
-    def running_module(self) -> str:
-        """Return the dotted path of the module that is running."""
-        return self._calls.paths[self._calls.current]
-
     def begin(self) -> None:
         """Enter the mode and register hooks on the modules."""
         self._thread = threading.get_ident()
-        self._calls.follow()
+        self.calls.follow()
         if self._device == "cpu":
             observe_attention(True)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -140,7 +75,7 @@ class LiveMatmuls:
         matmuls = mode.matmuls()
         if not matmuls and not stopped:
             return None
-        dtype = self._calls.autocast_dtype
+        dtype = self.calls.autocast_dtype
         return MatmulRecording(
             matmuls=matmuls,
             copies=mode.copies(),
@@ -157,9 +92,7 @@ class LiveMatmuls:
     def abandon(self) -> None:
         """Stop recording, and exit the mode if that is possible now."""
         self._mode.recording = False
-        # Both refer to this recorder: as a reference cycle, they would hold the model until a collection.
-        self._mode.second = self._mode.follower = self._mode.calls_graphs = None
-        self._calls.unfollow()
+        self.calls.unfollow()
         if self._device == "cpu" and self._thread == threading.get_ident():
             observe_attention(False)
         # Modes belong to a thread and end with the thread.
@@ -186,17 +119,8 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         # A single call does not show the device's own autocast: 16-bit products count as cast.
         super().__init__(calls, parameters, autocast=False, lowers=lambda: True, meta=False)
         self.recording = False
-        self.in_optimizer = False
         self.notes: list[str] = []
-        #: Sentences on failures of the second computation and of the follower.
-        self.failures: list[str] = []
         self._live_calls = calls
-        #: Computes the step a second time, if anything does.
-        self.second: Second | None = None
-        #: Calls compiled graphs for the second computation.
-        self.calls_graphs: CallsGraphs | None = None
-        #: Sees all operators, if anything does.
-        self.follower: Follower | None = None
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -228,86 +152,29 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
         if not self.recording or getattr(func, "_schema", None) is None:
             return func(*args, **(kwargs or {}))
         self.autocast = self._live_calls.autocast_dtype is not None
-        second = self._computing()
-        pending = second and self._begin_second(second, func, args, kwargs or {})
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        if second is not None and pending and result is not NotImplemented:
-            self._end_second(second, pending, result)
-        if self.follower is not None and result is not NotImplemented:
-            self._follow(func, args, kwargs or {}, result)
-        return result
-
-    def _computing(self) -> Second | None:
-        """Return the second computation of the operator that runs; None for a part of a validation."""
-        if self.second is None or not self._is_beside_the_step():
-            return self.second
-        if self.in_optimizer and torch.is_grad_enabled() and not self._live_calls.evaluates:
-            # A closure, as Lightning's, enables gradients again for the loop's own code.
-            return self.second
-        return self.second.of_optimizer if self.in_optimizer and not self.calls.any_running else None
-
-    def _begin_second(self, second: Second, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Prepare an operator's second computation; None for operators without one, and for our own."""
-        if is_composite(func) or _called_by_us(sys._getframe(1)):
-            return None
-        try:
-            return second.before(func, args, kwargs)
-        except Exception as error:
-            self._second_failed(error)
-            return None
-
-    def _end_second(self, second: Second, pending: Any, result: Any) -> None:
-        try:
-            second.after(pending, result, sys._getframe(1))
-        except Exception as error:
-            self._second_failed(error)
-
-    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Let the follower see an operator; if it fails, it sees no more."""
-        if self.follower is None or is_composite(func) or _called_by_us(sys._getframe(1)):
-            return
-        try:
-            self.follower.ran(func, args, kwargs, result, sys._getframe(1), self.in_optimizer)
-        except Exception as error:
-            self.follower = None
-            self.failures.append(f"mpinspect failed in following the loss scale through the recorded step ({error!r})")
-
-    def _second_failed(self, error: Exception) -> None:
-        self.second = self.calls_graphs = None
-        self.failures.append(f"mpinspect failed in computing the recorded step a second time ({error!r})")
-
-    def _records(self, func: Any, args: tuple[Any, ...], output: Any) -> tuple[Matmul, ...]:
-        try:
-            return super()._records(func, args, output)
-        except Exception as error:
-            self._fault(error)
-            return ()
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _product(self, func: Any, args: tuple[Any, ...], result: Any, refused: str) -> None:
-        try:
-            if not self._is_beside_the_step():
-                super()._product(func, args, result, refused)
-        except Exception as error:
-            self._fault(error)
+        self._record(super()._product, func, args, result, refused)
 
     def _copy(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        self._record(super()._copy, func, args, result)
+
+    def _record(self, record: Callable[..., None], *args: Any) -> None:
         try:
-            if not self._is_beside_the_step() and not _called_by_us(sys._getframe(1)):
-                super()._copy(func, args, result)
+            if not self._is_beside_the_step():
+                record(*args)
         except Exception as error:
-            self._fault(error)
+            self.recording = False
+            self.notes.append(
+                f"mpinspect failed in recording a matrix product ({error!r}): the rest of the step is missing"
+            )
 
     def _is_beside_the_step(self) -> bool:
         """Return whether an operator is the optimizer's own arithmetic, or part of a validation."""
         if torch._C._current_autograd_node() is not None:
             return False
-        return self._live_calls.evaluates or (self.in_optimizer and not self.calls.any_running)
-
-    def _fault(self, error: Exception) -> None:
-        self.recording = False
-        self.notes.append(
-            f"mpinspect failed in recording a matrix product ({error!r}): the rest of the step is missing"
-        )
+        return self._live_calls.evaluates or (self._live_calls.in_optimizer and not self.calls.any_running)
 
 
 class _LiveCalls(ModuleCalls):
@@ -321,6 +188,12 @@ class _LiveCalls(ModuleCalls):
         self._dtypes: Counter[torch.dtype | None] = Counter()
         #: Depth of the module whose forward began an evaluation; 0 while no evaluation is running.
         self._evaluates_from = 0
+        #: Whether an optimizer is stepping; its products outside of modules are not recorded.
+        self.in_optimizer = False
+
+    def path(self) -> str:
+        """Return the dotted path of the innermost module that is running; "" outside of all."""
+        return self.paths[self.current]
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -373,16 +246,3 @@ def _together(models: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     holder = torch.nn.Module()
     holder._modules.update(models)
     return holder
-
-
-def _called_by_us(frame: FrameType) -> bool:
-    """Return whether mpinspect's own counting calls the operator that a frame of the mode handles."""
-    for _ in range(_FRAMES):
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-        if own_code.is_of(frame, own_code.CALLING_THE_USER):
-            return False
-        if own_code.is_of(frame, own_code.COUNTING):
-            return True
-    return False

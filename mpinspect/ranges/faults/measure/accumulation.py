@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -37,10 +38,6 @@ class Accumulation(Measuring):
         self.at_work = self._clock.measured and self._steps < _MOST_STEPS
         self._before.clear()
 
-    def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
-        """Return True."""
-        return True
-
     @torch.no_grad()
     def parameter_gradients(self, gradients: list[ParameterGradient], backward: Backward) -> None:
         """Compare the accumulated gradients with their copies from before this backward, and copy them for the next."""
@@ -70,10 +67,10 @@ class Accumulation(Measuring):
             self._steps += 1
             counts = Sent.of((name, counts) for name, (counts, _) in lost.items())
             dtypes = {name: dtype for name, (_, dtype) in lost.items()}
-            self._arrivals.call(counts.copies, partial(self._tell, step, dtypes, counts, self._micro_batch + 1))
+            self._send(counts, partial(self._tell, step, dtypes, self._micro_batch + 1))
 
-    def _tell(self, step: int, dtypes: dict[str, str], counts: Sent, micro_batches: int) -> None:
-        rows = [(name, dtypes[name], *pair) for name, pair in counts.read().items()]
+    def _tell(self, step: int, dtypes: dict[str, str], micro_batches: int, counts: dict[str, Any]) -> None:
+        rows = [(name, dtypes[name], *pair) for name, pair in counts.items()]
         rows.sort(key=lambda row: row[2] / max(row[3], 1), reverse=True)
         for name, dtype, missed, added in rows[:_MOST_PARAMETERS]:
             self._record(

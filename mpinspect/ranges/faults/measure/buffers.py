@@ -78,9 +78,7 @@ class Buffers(Measuring):
         buffers = list(self._buffers())
         finite = Sent.of((name, buffer.isfinite().all()) for name, buffer in buffers)
         dtypes = {name: dtype_name(buffer.dtype) for name, buffer in buffers}
-        self._arrivals.call(
-            finite.copies, lambda: tell({name: dtypes[name] for name, is_fine in finite.read().items() if not is_fine})
-        )
+        self._send(finite, lambda are: tell({name: dtypes[name] for name, is_fine in are.items() if not is_fine}))
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the buffers of normalisation layers, which the forward writes; other buffers may hold infinities, as masks do."""

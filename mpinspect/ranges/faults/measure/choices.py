@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.twins import reference, storage_key
+from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import ChangedChoices
 
 aten = torch.ops.aten
@@ -46,9 +45,9 @@ class Choices:
     """Holds choices that rounding has changed until they are used."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[StorageWeakRef, ChangedChoices]] = {}
+        self._made: Marks[ChangedChoices] = Marks()
         #: By storage: the share of numbers whose fraction is lost, of a floor's or a ceiling's.
-        self._whole: dict[int, tuple[StorageWeakRef, float]] = {}
+        self._whole: Marks[float] = Marks()
         self.used: list[ChangedChoices] = []
 
     def __bool__(self) -> bool:
@@ -58,13 +57,14 @@ class Choices:
         """Handle an operator that is about to run."""
         if func.overloadpacket in _USING:
             for each in given:
-                if isinstance(each, torch.Tensor) and (made := self._made.pop(storage_key(each), None)):
-                    self.used.append(made[1])
+                if isinstance(each, torch.Tensor) and (made := self._made.of(each)):
+                    self._made.put(each, None)
+                    self.used.append(made)
 
     def rounded(self, result: torch.Tensor, value: torch.Tensor, twin: torch.Tensor) -> None:
         """Remember how many numbers became whole in 16 bits, of those that a floor or a ceiling takes. Waits for the device."""
         share = float(((value == value.round()) & (twin != twin.round())).float().mean())
-        self._whole[storage_key(result)] = reference(result), share
+        self._whole.put(result, share)
 
     def searched(self, table: torch.Tensor, describe: _Describe) -> None:
         """Record a sorted table with more entries than its format has numbers, if all of those occur. Waits for the device."""
@@ -103,12 +103,11 @@ class Choices:
             return
         worst = int((value.float() - exact.float()).abs().argmax())
         figures = {"given": float(value.flatten()[worst]), "exact": float(exact.flatten()[worst])}
-        if storage_key(source) in self._whole:
-            figures["whole"] = self._whole[storage_key(source)][1]
+        if (whole := self._whole.of(source)) is not None:
+            figures["whole"] = whole
         if table is not None:
             figures |= {"entries": table.shape[-1], "distinct": len(_distinct(table))}
-        record = describe(ChangedChoices, changed=changed, of=of, **figures)
-        self._made[storage_key(value)] = reference(value), record
+        self._made.put(value, describe(ChangedChoices, changed=changed, of=of, **figures))
 
 
 def tied(

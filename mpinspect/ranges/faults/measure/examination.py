@@ -290,8 +290,7 @@ class Examination(Measuring):
         if any((event.step, event.phase, event.dtype) == (step, "forward", FLOAT16.name) for event in new):
             self._tell_outliers(step)
         if self._clock.measured and not self._recording.events:
-            rows = self._weight_norms(_MOST_COMPARED)
-            self._arrivals.call(rows.copies, partial(self._compare_rows, step, rows))
+            self._send(self._weight_norms(_MOST_COMPARED), partial(self._compare_rows, step))
 
     def run_ends(self) -> None:
         """Judge all values, and end this model's part in other models' examinations."""
@@ -460,12 +459,11 @@ class Examination(Measuring):
         watched = [each for each in plain if each.parameter.dim() >= least[each.parameter.requires_grad]]
         return Sent.of(((each.name, _spread_rows(each.parameter, most_rows)) for each in watched), norms)
 
-    def _compare_rows(self, step: int, rows: Sent) -> None:
+    def _compare_rows(self, step: int, rows: dict[str, float]) -> None:
         """Compare the whole weights if the norm of a few rows of any has grown far."""
         began = (self._began and self._began[1].read()) or {}
-        if any(grown >= _GROWN for name, grown in _ratios(rows.read(), began).items() if name not in self._grown):
-            norms = self._weight_norms()
-            self._arrivals.call(norms.copies, lambda: self._compare_norms(step, norms.read()))
+        if any(grown >= _GROWN for name, grown in _ratios(rows, began).items() if name not in self._grown):
+            self._send(self._weight_norms(), partial(self._compare_norms, step))
 
     def _compare_if_grown(self, losses: list[torch.Tensor]) -> None:
         """Compare the norms of the weights, in a few steps, when the loss has grown far beyond the first one."""

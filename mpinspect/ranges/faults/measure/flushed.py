@@ -13,7 +13,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.graph import walk
@@ -21,7 +20,7 @@ from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.loaded_states import was_loaded
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
-from mpinspect.ranges.faults.measure.twins import reference, storage_key
+from mpinspect.ranges.faults.measure.twins import Marks, storage_key
 from mpinspect.ranges.records import (
     DividedInHalf,
     FlushedResult,
@@ -146,7 +145,7 @@ class Flushes:
         #: The records of clamps to the range of FP8, by line.
         self.clamps: dict[str, SaturatedCast] = {}
         #: The flushed results, and those computed from them, by storage.
-        self._of: dict[int, tuple[StorageWeakRef, FlushedResult]] = {}
+        self._of: Marks[FlushedResult] = Marks()
 
     def made(self, value: torch.Tensor, local: torch.Tensor, describe: Callable[..., FlushedResult]) -> None:
         """Judge an operator's result. Waits for the device.
@@ -164,7 +163,7 @@ class Flushes:
             largest = float(local.abs().mul_(flushed).max())
             record = describe(FlushedResult, flushed=lost / of, elements=float(of), largest=largest)
             self.all.append(record)
-            self._of[storage_key(value)] = reference(value), record
+            self._of.put(value, record)
 
     def cast(self, value: torch.Tensor, source: torch.Tensor, describe: Callable[..., FlushedResult]) -> None:
         """Judge a cast of a tensor to FP8; arguments as of ``made``. Waits for the device."""
@@ -207,16 +206,13 @@ class Flushes:
             is_kept: whether the result persists from step to step.
             taker: the operator if it needs the magnitudes of the flushed values.
         """
-        if not self._of:
-            return
-        found = (self._of.get(storage_key(each)) for each in given if is_plain(each))
-        origin = next(filter(None, found), None)
+        origin = next(filter(None, (self._of.of(each) for each in given if is_plain(each))), None)
         if origin is None:
             return
         if is_kept or taker:
-            self.taken.append(replace(origin[1], names=(*origin[1].names[:3], taker)))
-        else:
-            self._of.setdefault(storage_key(value), (reference(value), origin[1]))
+            self.taken.append(replace(origin, names=(*origin.names[:3], taker)))
+        elif self._of.of(value) is None:
+            self._of.put(value, origin)
 
     def most(self) -> list[FlushedResult]:
         """Return the result with the most flushed elements."""
@@ -233,14 +229,14 @@ class AskedGradients(Measuring):
         found = [(str(number), each) for number, each in enumerate(gradients) if is_plain(each) and each.numel()]
         nodes = walk([each.grad_fn for each in outputs if each.grad_fn is not None], _MOST_NODES)
         if found and any(_is_half(node) for node in nodes):
-            figures, line = Sent.of(found, _lower_end), innermost_line(sys._getframe(1))
+            line = innermost_line(sys._getframe(1))
             known = {id(watched.parameter): watched.name for watched in self._parameters}
             names = [known.get(id(each), "") for each in inputs]
-            self._arrivals.call(figures.copies, partial(self._judge, self._clock.step, figures, names, line))
+            self._send(Sent.of(found, _lower_end), partial(self._judge, self._clock.step, names, line))
 
-    def _judge(self, step: int, figures: Sent, names: Sequence[str], line: str) -> None:
+    def _judge(self, step: int, names: Sequence[str], line: str, figures: dict[str, list[float]]) -> None:
         """Record the worst gradient of a call."""
-        shares = {number: _likely_lost(*figure) for number, figure in figures.read().items()}
+        shares = {number: _likely_lost(*figure) for number, figure in figures.items()}
         worst = max(shares, key=lambda number: shares[number])
         if shares[worst] > _LEAST_LOST:
             self._record(GradientsUnderflow(name=names[int(worst)], step=step, text=line, lost=shares[worst]))
@@ -265,11 +261,9 @@ class FlushedStates(Measuring):
                 epsilon = group.get("eps")
                 if _are_wide(mean, squares) and isinstance(epsilon, float) and epsilon > 0:
                     counts.append((watched.name, _lost_squares(mean, squares, epsilon)))
-        sent = Sent.of(counts)
-        self._arrivals.call(sent.copies, partial(self._judge_squares, self._clock.step, sent))
+        self._send(Sent.of(counts), partial(self._judge_squares, self._clock.step))
 
-    def _judge_squares(self, step: int, sent: Sent) -> None:
-        counts = sent.read()
+    def _judge_squares(self, step: int, counts: dict[str, list[float]]) -> None:
         names = tuple(name for name, (lost, *_) in counts.items() if lost)
         if names:
             lost, of, _ = map(sum, zip(*counts.values(), strict=True))
@@ -289,11 +283,9 @@ class FlushedStates(Measuring):
                 if is_half and is_plain(gradient) and state.shape == gradient.shape:
                     by_state.setdefault(name, []).append((watched.name, _flushed(state, gradient)))
         for name, counts in by_state.items():
-            sent = Sent.of(counts)
-            self._arrivals.call(sent.copies, partial(self._judge, self._clock.step, name, sent))
+            self._send(Sent.of(counts), partial(self._judge, self._clock.step, name))
 
-    def _judge(self, step: int, state: str, sent: Sent) -> None:
-        counts = sent.read()
+    def _judge(self, step: int, state: str, counts: dict[str, list[int]]) -> None:
         flushed, given, negative = map(sum, zip(*counts.values(), strict=True))
         if flushed and not negative:
             names = tuple(name for name, (zeros, *_) in counts.items() if zeros)

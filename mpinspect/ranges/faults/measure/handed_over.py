@@ -167,10 +167,6 @@ class HandedOver(Measuring):
         """Record that a scaler is in use."""
         self._now.is_scaled = True
 
-    def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
-        """Return True."""
-        return True
-
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
         """Record that a gradient has arrived."""
         self.parameter_gradients([gradient], backward)

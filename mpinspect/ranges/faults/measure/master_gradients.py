@@ -217,8 +217,7 @@ class MasterGradients(Measuring):
         self, weights: Iterable[tuple[str, torch.Tensor]], judge: Callable[[dict[str, Sequence[bool]]], object]
     ) -> None:
         """Call ``judge`` with the 16-bit dtypes that hold each weight's values, once they are known."""
-        rounded = Sent.of((name, _in_16_bits(weight)) for name, weight in weights)
-        self._arrivals.call(rounded.copies, lambda: judge(rounded.read()))
+        self._send(Sent.of((name, _in_16_bits(weight)) for name, weight in weights), judge)
 
     def _know_wide(self, rounded: Mapping[str, Sequence[bool]]) -> None:
         self._wide.update(name for name, row in rounded.items() if not any(row))

@@ -204,6 +204,11 @@ def is_integer(value: Any) -> bool:
     )
 
 
+def is_narrow(value: Any) -> bool:
+    """Return whether a value is a 16-bit tensor, or a 16-bit dtype."""
+    return (value.dtype if isinstance(value, torch.Tensor) else value) in NARROW
+
+
 def is_strange(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is of another class or layout, or has no storage or a lazy sign, as in forward-mode AD."""
     return (

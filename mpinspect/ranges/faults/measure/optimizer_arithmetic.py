@@ -19,6 +19,7 @@ from mpinspect.ranges.faults.measure.operands import (
     NARROW,
     Pending,
     has_numbers,
+    is_narrow,
     local_result,
     narrow_storages,
 )
@@ -172,7 +173,7 @@ class OptimizerArithmetic(SecondComputation):
         """Prepare an operator's second run; operators in FP32 and those of a closure are left out."""
         if torch.is_grad_enabled() or self._is_hidden():
             return []
-        if not self._twins.bytes and not any(map(_is_narrow, leaves((*args, *kwargs.values())))):
+        if not self._twins.bytes and not any(map(is_narrow, leaves((*args, *kwargs.values())))):
             return []
         self._elements = 0
         return super().before(func, args, kwargs)
@@ -238,12 +239,6 @@ def _exact(result: torch.Tensor, eager: torch.Tensor, twin: torch.Tensor) -> tor
         return twin
     moved = result.float() + (twin - eager.float())
     return torch.where(moved.isfinite(), moved, result.float())
-
-
-def _is_narrow(value: Any) -> bool:
-    return (
-        value in NARROW if isinstance(value, torch.dtype) else isinstance(value, torch.Tensor) and value.dtype in NARROW
-    )
 
 
 def _is_one_less_one(given: tuple[Any, ...], value: torch.Tensor) -> bool:

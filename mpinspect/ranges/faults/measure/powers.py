@@ -17,10 +17,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten
 
-from mpinspect.ranges.faults.measure.twins import storage_key
+from mpinspect.ranges.faults.measure.twins import Marks, storage_key
 from mpinspect.ranges.records import MixedPowers, Record, WrittenByLoop
 from mpinspect.runtime.user_line import innermost_line
 
@@ -89,7 +88,7 @@ class PowersOfScale:
     def __init__(self, module: Callable[[], str], parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         self._module = module
         self._parameters = list(parameters)
-        self._known: dict[int, tuple[StorageWeakRef, Power]] = {}
+        self._known: Marks[tuple[Power]] = Marks()
         self._scale = 1.0
         #: Whether the loop has read the scale as a number, with which it may divide.
         self._is_read = False
@@ -365,9 +364,9 @@ class PowersOfScale:
     def _power(self, tensor: Any) -> Power:
         if not isinstance(tensor, torch.Tensor) or not _has_storage(tensor):
             return None
-        known = self._known.get(storage_key(tensor))
-        if known is not None and not known[0].expired():  # type: ignore[no-untyped-call]
-            return known[1]
+        known = self._known.of(tensor)
+        if known is not None:
+            return known[0]
         if torch._C._current_autograd_node() is not None:
             # An unknown tensor may be a gradient that compiled code or a custom kernel has written.
             return None
@@ -375,11 +374,9 @@ class PowersOfScale:
 
     def _set(self, tensor: torch.Tensor, power: Power) -> None:
         if _has_storage(tensor):
-            storage = tensor.untyped_storage()
-            known = self._known.get(storage._cdata)
-            if power == ZERO or known is None or known[0].expired():  # type: ignore[no-untyped-call]
-                self._in_gradients.pop(storage._cdata, None)
-            self._known[storage._cdata] = (StorageWeakRef(storage), power)  # type: ignore[no-untyped-call]
+            if power == ZERO or self._known.of(tensor) is None:
+                self._in_gradients.pop(storage_key(tensor), None)
+            self._known.put(tensor, (power,))
 
 
 def _digits(number: float) -> int:

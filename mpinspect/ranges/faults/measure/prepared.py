@@ -14,9 +14,8 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from mpinspect.ranges.faults.measure.operands import NARROW, Pending, numbers_of
+from mpinspect.ranges.faults.measure.operands import Pending, is_narrow, numbers_of
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
 from mpinspect.ranges.faults.measure.twins import Marks, distance, is_finite
@@ -60,7 +59,7 @@ class PreparedTensors(SecondComputation):
         given = list(leaves((*args, *kwargs.values())))
         # A weight has no exact value: training begins with the one that it has.
         is_weight = any(isinstance(each, torch.nn.Parameter) for each in given)
-        if not is_weight and (self._twins.bytes or any(map(_is_narrow, given))):
+        if not is_weight and (self._twins.bytes or any(map(is_narrow, given))):
             if is_capturing():
                 # A second run would become a part of the script's graph.
                 self._operators = _MOST_OPERATORS + 1
@@ -159,11 +158,10 @@ class Preparation:
     def end(self) -> None:
         """Exit the mode; within a backward or a mode of the script, and on another thread, it passes everything on."""
         if self._mode is not None:
-            self._mode.is_over = True
+            self._mode.stop()
             # A backward restores the modes that were active when it began.
             is_free = self._thread == threading.get_ident() and torch._C._current_graph_task_id() == -1
-            if is_free and _get_current_dispatch_mode() is self._mode:
-                self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            if is_free and self._mode.leave():
                 self._mode = None
 
     def records(self) -> list[Record]:
@@ -175,7 +173,7 @@ class Preparation:
     def _exit_soon(self) -> None:
         """Exit the mode after the operator that runs: within it, torch has taken the mode off its stack."""
         if self._mode is not None:
-            self._mode.is_over = True
+            self._mode.stop()
             ctypes.pythonapi.Py_AddPendingCall(self._when_idle, None)
 
     def _exit_outside_of_operators(self, _: object) -> int:
@@ -192,12 +190,6 @@ class Preparation:
         self._tensors = None
         self._note(f"what the script computed before its first step was not computed twice: {error!r}")
         self._exit_soon()
-
-
-def _is_narrow(value: Any) -> bool:
-    return (
-        value in NARROW if isinstance(value, torch.dtype) else isinstance(value, torch.Tensor) and value.dtype in NARROW
-    )
 
 
 def _harm(record: PreparedError) -> tuple[float, float]:

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.ranges.capture.largest import has_memory
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.twins import reference
+from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import Positions
 from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.outputs import leaves
@@ -61,7 +60,6 @@ class _Rounded(NamedTuple):
 
     operator: str
     numbers: Positions
-    storage: StorageWeakRef
     hops: int = 0
 
 
@@ -81,8 +79,7 @@ class RoundedNumbers:
         self._is_old = is_old
         #: The first numbers whose differences matter; their step is not set.
         self.found: Positions | None = None
-        #: By the address of the numbers' storage.
-        self._rounded: dict[int, _Rounded] = {}
+        self._rounded: Marks[_Rounded] = Marks()
         self._left, self._left_on_gpu = _MOST_IN_ALL, _MOST_ON_GPU
 
     def watchers(self) -> dict[Any, Watcher]:
@@ -140,7 +137,7 @@ class RoundedNumbers:
             after = _representable(int(largest), source.dtype)
             numbers = Positions(largest=largest, before=largest + 1, after=after, is_table=False)
             numbers = replace(numbers, name=where(), text=dtype_name(source.dtype))
-            self._remember(source, _Rounded("", numbers, reference(source)))
+            self._remember(source, _Rounded("", numbers))
 
     def _scaled(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
         """Follow a phase or an angle; its whole numbers may have been made before the step."""
@@ -170,7 +167,7 @@ class RoundedNumbers:
         numbers = _collapsed(exact.flatten(), rounded.flatten())
         if numbers is not None:
             numbers = replace(numbers, name=where(), text=dtype_name(result.dtype))
-            self._remember(result, _Rounded(operator, numbers, reference(result)))
+            self._remember(result, _Rounded(operator, numbers))
 
     def _is_worth_reading(self, source: Any, result: Any) -> bool:
         """Return whether values may be compared; subtract the cost from the remaining allowance."""
@@ -201,7 +198,7 @@ class RoundedNumbers:
         origins = filter(None, map(self._of, leaves(args)))
         origin = next((each for each in origins if each.hops < _MOST_HOPS), None)
         if origin is not None:
-            self._remember(result, origin._replace(storage=reference(result), hops=origin.hops + 1))
+            self._remember(result, origin._replace(hops=origin.hops + 1))
 
     def _multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
         """Follow outer products (of positions and frequencies), which add up no terms."""
@@ -225,16 +222,16 @@ class RoundedNumbers:
         if origin is None or None in origins or self.found is not None:
             return
         self.found = replace(origin.numbers, names=(origin.operator, how))
-        self._rounded.clear()
+        self._rounded = Marks()
 
     def _of(self, tensor: Any) -> _Rounded | None:
         if not self._rounded or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return None
-        return self._rounded.get(tensor.untyped_storage()._cdata)
+        return self._rounded.of(tensor)
 
     def _remember(self, result: torch.Tensor, rounded: _Rounded) -> None:
         if result.is_floating_point() and result.numel() >= _FEWEST:
-            self._rounded[result.untyped_storage()._cdata] = rounded
+            self._rounded.put(result, rounded)
 
 
 def coarse_difference(one: Any, other: Any, is_sum: bool) -> dict[str, float] | None:

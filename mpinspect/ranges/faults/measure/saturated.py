@@ -60,7 +60,6 @@ class SaturatedFunctions(Measuring):
                 continue
             result = node._saved_result
             if is_plain(result) and result.numel():
-                sent = Sent.of([(name, is_saturated(result).all())])
                 found = Saturated(
                     name=self._modules.get(node._sequence_nr(), ""),
                     step=self._clock.step,
@@ -68,8 +67,8 @@ class SaturatedFunctions(Measuring):
                     text=dtype_name(result.dtype),
                     elements=result.numel(),
                 )
-                self._arrivals.call(sent.copies, partial(self._judge, sent, found))
+                self._send(Sent.of([(name, is_saturated(result).all())]), partial(self._judge, found))
 
-    def _judge(self, sent: Sent, found: Saturated) -> None:
-        if all(sent.read().values()):
+    def _judge(self, found: Saturated, are: dict[str, bool]) -> None:
+        if all(are.values()):
             self._record(found)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
@@ -20,7 +20,8 @@ from mpinspect.ranges.capture.weights import RarerWork
 from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.second import SecondComputation
-from mpinspect.runtime.compiled_graphs import KEEPING, is_any_compiled
+from mpinspect.ranges.records import Record
+from mpinspect.runtime.compiled_graphs import KEEPING, CallsGraphs, is_any_compiled
 from mpinspect.runtime.dispatch import doubt, obstacle
 from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.hooks import HandleList
@@ -35,8 +36,9 @@ class RunningModules:
 
     def __init__(self) -> None:
         self._paths = [""]
-        #: The depth of the module that began an evaluation; 0 while none is running.
+        #: The number of paths with that of the module that began an evaluation; 0 while none is running.
         self._evaluates_from = 0
+        self.in_optimizer = False
         self._handles = HandleList()
 
     def path(self) -> str:
@@ -44,9 +46,9 @@ class RunningModules:
         return self._paths[-1]
 
     @property
-    def depth(self) -> int:
-        """The number of modules that are running."""
-        return len(self._paths) - 1
+    def any_running(self) -> bool:
+        """Whether a module is running."""
+        return len(self._paths) > 1
 
     @property
     def evaluates(self) -> bool:
@@ -63,16 +65,34 @@ class RunningModules:
     def unfollow(self) -> None:
         """Remove the hooks."""
         self._handles.remove_all()
+        self.in_optimizer = False
 
     def _enter(self, path: str, module: torch.nn.Module, args: Any) -> None:
         self._paths.append(path)
         if not self._evaluates_from and not module.training and not torch.is_grad_enabled():
-            self._evaluates_from = self.depth
+            self._evaluates_from = len(self._paths)
 
     def _leave(self, args: Any, output: Any = None) -> None:
-        if self._evaluates_from == self.depth:
+        if self._evaluates_from == len(self._paths):
             self._evaluates_from = 0
         self._paths.pop()
+
+
+class Running(Protocol):
+    """Knows the modules that are running, and whether an optimizer is stepping (``in_optimizer``)."""
+
+    in_optimizer: bool
+
+    def path(self) -> str:
+        """Return the dotted path of the innermost module that is running; "" outside of all."""
+
+    @property
+    def any_running(self) -> bool:
+        """Whether a module is running."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the model runs for evaluation: in eval mode without gradients."""
 
 
 class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -91,30 +111,32 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         second: SecondComputation,
-        running: RunningModules,
+        running: Running,
         powers: PowersOfScale | None = None,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._second: SecondComputation | None = second
-        self.calls_graphs = getattr(second, "calls_graphs", None)
         self._powers = powers
         self._running, self._failed = running, failed
         self._process = os.getpid()
-        self.in_optimizer = False
-        self.is_over = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let compiled code run as compiled."""
         return True
 
+    @property
+    def calls_graphs(self) -> CallsGraphs | None:
+        """Calls compiled graphs; None for running them as they are."""
+        return getattr(self._second, "calls_graphs", None)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         # A forked child, such as a worker that loads data, has the mode on its stack as well.
-        if self.is_over or getattr(func, "_schema", None) is None or os.getpid() != self._process:
+        if getattr(func, "_schema", None) is None or os.getpid() != self._process:
             return func(*args, **kwargs)
         second = self._computing()
         pending = second and self._attempt(second.before, func, args, kwargs)
@@ -122,15 +144,27 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if second is not None and pending:
             self._attempt(second.after, pending, result, sys._getframe(1))
         if self._powers is not None:
-            self._attempt(self._powers.ran, func, args, kwargs, result, sys._getframe(1), self.in_optimizer)
+            self._attempt(self._powers.ran, func, args, kwargs, result, sys._getframe(1), self._running.in_optimizer)
         return result
+
+    def stop(self) -> None:
+        """Pass everything on from now on."""
+        self._second = self._powers = None
+
+    def leave(self) -> bool:
+        """Stop, and exit the mode. Return False while a mode of the script is above it on this thread's stack."""
+        self.stop()
+        if _get_current_dispatch_mode() is not self:
+            return False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return True
 
     def _computing(self) -> SecondComputation | None:
         """Return the second computation of the operator that runs; None for a part of a validation."""
         if self._second is None or torch._C._current_autograd_node() is not None:
             return self._second
         # A closure, as Lightning's, enables gradients again for the loop's own code.
-        if self.in_optimizer and not self._running.depth and not torch.is_grad_enabled():
+        if self._running.in_optimizer and not self._running.any_running and not torch.is_grad_enabled():
             return self._second.of_optimizer
         return None if self._running.evaluates else self._second
 
@@ -140,9 +174,61 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:
             if self._failed is None:
                 raise
-            self._second = self._powers = self.calls_graphs = None
+            self.stop()
             self._failed(error)
             return None
+
+
+class StepTwice(Twice):  # type: ignore[no-untyped-call]
+    """Computes a running step twice, optimizers included, and follows the powers of its loss scale.
+
+    Args:
+        running, failed: as of ``Twice``.
+        parameters, buffers, by_hand: as of ``SecondComputation``.
+        is_compiled: whether the step has compiled code, through which no power is followed.
+    """
+
+    _second: WholeStep | None
+
+    def __init__(
+        self,
+        running: Running,
+        failed: Callable[[Exception], None],
+        parameters: list[tuple[str, torch.nn.Parameter]],
+        buffers: list[tuple[str, torch.Tensor]],
+        is_compiled: bool,
+        by_hand: bool = False,
+    ) -> None:
+        powers = None if is_compiled else PowersOfScale(running.path, parameters)
+        super().__init__(WholeStep(running.path, parameters, buffers, by_hand), running, powers, failed)
+        self._thread = threading.get_ident()
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take the operators that follow on this thread as the optimizer's."""
+        if threading.get_ident() == self._thread:
+            self._running.in_optimizer = True
+            if self._second is not None:
+                self._second.optimizer_steps(optimizer)
+
+    def optimizer_stepped(self) -> None:
+        """Take the operators that follow on this thread as the training's."""
+        if threading.get_ident() == self._thread:
+            self._running.in_optimizer = False
+            if self._second is not None:
+                self._second.optimizer_stepped()
+
+    def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
+        """Follow the loss scale from here."""
+        if self._powers is not None and threading.get_ident() == self._thread:
+            self._powers.scaled(scaler, given, scaled)
+
+    def end(self) -> tuple[list[Record], str]:
+        """Stop; return the records, and a sentence on the operators that were left out. Waits for the device."""
+        second, powers = self._second, self._powers
+        self.stop()
+        if second is None:
+            return [], ""
+        return [*second.records(), *(powers.records() if powers else ())], second.left_out()
 
 
 class SecondSteps(Guarded):
@@ -167,10 +253,8 @@ class SecondSteps(Guarded):
         self._thread = threading.get_ident()
         self._step = -1
         self._running = RunningModules()
-        self._second: WholeStep | None = None
-        self._powers: PowersOfScale | None = None
-        #: The mode of the step that is computed twice, or one below a mode that the script has entered since.
-        self._mode: Twice | None = None
+        #: The step that is computed twice, or one whose mode is below a mode that the script has entered since.
+        self._twice: StepTwice | None = None
 
     @guarded
     def attach(self) -> None:
@@ -187,9 +271,9 @@ class SecondSteps(Guarded):
         optimizer_steps.unlisten(self)
         scalers.unlisten(self)
         KEEPING.end(self)
-        self._second = self._powers = None
         self._running.unfollow()
-        self._leave()
+        if self._twice is not None:
+            self._twice.leave()
 
     # -- called by optimizers and scalers ---------------------------------------------------------------------------
 
@@ -204,16 +288,14 @@ class SecondSteps(Guarded):
     @guarded
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark the following operators as the optimizer's."""
-        self._in_optimizer(True)
-        if self._second is not None and threading.get_ident() == self._thread:
-            self._second.optimizer_steps(optimizer)
+        if self._twice is not None:
+            self._twice.optimizer_steps(optimizer)
 
     @guarded
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """End the step, if this was its last optimizer."""
-        self._in_optimizer(False)
-        if self._second is not None and threading.get_ident() == self._thread:
-            self._second.optimizer_stepped()
+        if self._twice is not None:
+            self._twice.optimizer_stepped()
         self._step_may_have_ended()
 
     @guarded
@@ -224,12 +306,8 @@ class SecondSteps(Guarded):
     @guarded
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         """Follow the loss scale from here."""
-        if self._powers is not None and threading.get_ident() == self._thread:
-            self._powers.scaled(scaler, given, scaled)
-
-    def _in_optimizer(self, value: bool) -> None:
-        if self._mode is not None and threading.get_ident() == self._thread:
-            self._mode.in_optimizer = value
+        if self._twice is not None:
+            self._twice.loss_scaled(scaler, given, scaled)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -239,7 +317,7 @@ class SecondSteps(Guarded):
         begun, self._step = self._step, self._clock.step
         self._choice.passed(begun, self._rarer_work.amount())
         self._end(begun)
-        if self._mode is None and self._choice.is_due(self._step, self._recording.broken_phase):
+        if self._twice is None and self._choice.is_due(self._step, self._recording.broken_phase):
             self._begin()
 
     def _begin(self) -> None:
@@ -250,35 +328,23 @@ class SecondSteps(Guarded):
             self._recording.note(f"no step was computed twice: {reason}")
             return
         parameters = named_plainly(model, model.named_parameters())
-        self._second = WholeStep(self._running.path, parameters, named_plainly(model, model.named_buffers()))
-        if not is_any_compiled([model]):
-            self._powers = PowersOfScale(self._running.path, parameters)
-        self._running.follow(self._model)
-        self._mode = Twice(self._second, self._running, self._powers, self._failed)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        buffers = named_plainly(model, model.named_buffers())
+        self._running.follow(model)
+        self._twice = StepTwice(self._running, self._failed, parameters, buffers, is_any_compiled([model]))
+        self._twice.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, step: int) -> None:
         self._running.unfollow()
-        self._leave()
-        second, powers = self._second, self._powers
-        self._second = self._powers = None
-        if second is None:
+        if self._twice is None:
             return
-        records = [*second.records(), *(powers.records() if powers else ())]
+        records, left_out = self._twice.end()
+        if self._twice.leave():
+            self._twice = None
         self._choice.ends(records, self._recording.broken_phase())
         for record in records:
             self._recording.record(replace(record, step=step))
-        if left_out := second.left_out():
+        if left_out:
             self._recording.note(left_out)
 
-    def _leave(self) -> None:
-        """Exit the mode. While a mode of the script is above it on the stack, it stays there and passes everything on."""
-        if self._mode is not None:
-            self._mode.is_over, self._mode.calls_graphs = True, None
-            if _get_current_dispatch_mode() is self._mode:
-                self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._mode = None
-
     def _failed(self, error: Exception) -> None:
-        self._second = self._powers = None
         self.fault("the second computation of a step", (), error)

@@ -161,6 +161,9 @@ class Marks(Generic[_Mark]):
     def __init__(self) -> None:
         self._of: dict[int, tuple[StorageWeakRef, _Mark]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
     def of(self, tensor: torch.Tensor) -> _Mark | None:
         """Return the mark of a tensor's storage."""
         return self._of.get(storage_key(tensor), (None, None))[1]
