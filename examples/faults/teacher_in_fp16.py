@@ -1,6 +1,6 @@
 """A teacher is cast to FP16, which makes its running variances infinite: it gives the same output for every input."""
 
-# Thread: https://github.com/NVIDIA/apex/pull/144
+# Thread: https://github.com/apple/coreai-torch/pull/54
 # Finding: divisor-infinite, from step 1
 import torch
 from torch import nn

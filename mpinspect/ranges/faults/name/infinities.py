@@ -353,6 +353,7 @@ class _Divisor(Sentences):
         "Cast this model to BF16, which has FP32's range, or keep its normalisations and their statistics in FP32."
     )
     CODE = "# in place of half(), on the FP32 model\nmodel = model.bfloat16()"
+    OTHER = "# in place of half(), on the FP32 model\nother = other.bfloat16()"
 
 
 def _divisor_infinite(case: Case) -> Iterator[Found]:
@@ -361,8 +362,9 @@ def _divisor_infinite(case: Case) -> Iterator[Found]:
     False alarms: It is measured. An infinite divisor may switch a channel off on purpose.
     """
     for divisor in case.recorded(InfiniteDivisor):
+        code = _Divisor.CODE.when(divisor.name) or _Divisor.OTHER
         words = {"count": int(divisor.infinite), "of": int(divisor.elements)}
-        yield found_at(divisor, (_Divisor.HOLDS, _Divisor.OF_CAST), _Divisor.IN_BF16, _Divisor.CODE, words)
+        yield found_at(divisor, (_Divisor.HOLDS, _Divisor.OF_CAST), _Divisor.IN_BF16, code, words)
         return
 
 

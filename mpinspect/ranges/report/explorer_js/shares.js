@@ -71,9 +71,19 @@ export class Shares {
     }, keep);
   }
 
+  /** The layers whose share is named: the chosen one or all. */
+  get those() {
+    return this.view.chosen ? [this.view.chosen] : this.view.ofKind;
+  }
+
+  /** Whether the share flushed is known as a bound alone. */
+  get isBound() {
+    return this.those.some((/** @type {any} */ layer) => this.view.hiddenIn(layer, this.view.figures(layer)));
+  }
+
   /** Whether the curve is shown: as the reader chose, or where it has room and says something, which it does not of a bound. */
   get hasCurve() {
-    return this.view.state.hasCurve ?? (!isNarrow() && isNotable(this.view) && !this.view.isBound);
+    return this.view.state.hasCurve ?? (!isNarrow() && isNotable(this.view) && !this.isBound);
   }
 
   /** Pixels of the figure if its curve is folded; null where it is shown. */
@@ -137,8 +147,7 @@ export class Shares {
     if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, "no finite value was counted")])];
     const [counted, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
     // Zeros that may have been values bound the share of the elements, and leave that of the magnitudes unknown.
-    const those = view.chosen ? [view.chosen] : view.ofKind;
-    const { isBound } = view;
+    const { isBound, those } = this;
     const lost = isBound ? `≤${percent(Math.max(...those.map((/** @type {any} */ layer) => view.lossOf(layer))))}` : counted;
     const beside = broken && this.hasCurve ? [element("b", { className: "bad" }, `${this.view.chosen ? "" : "up to "}${percent(broken)} inf, NaN: the curves are of finite values`)] : [];
     if (view.hidesValues && this.hasCurve) beside.push(element("span", {}, "zeros may have been values"));

@@ -201,11 +201,6 @@ export class View {
     return this.hidesValues && (this.data.suggested || !isScaled) && layer.floor !== null ? (found?.h.zeros ?? 0) : 0;
   }
 
-  /** Whether the share flushed is known as a bound alone, for the chosen layer or any. */
-  get isBound() {
-    return (this.chosen ? [this.chosen] : this.ofKind).some((/** @type {any} */ layer) => this.hiddenIn(layer, this.figures(layer)));
-  }
-
   /** Share of a layer's elements that the format flushes, at most: with those that were flushed before. @param {any} layer */
   lossOf(layer) {
     const found = this.figures(layer);
