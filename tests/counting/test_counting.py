@@ -114,7 +114,7 @@ def ways(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_200_random_tensors(dtype: torch.dtype) -> None:
-    """Compares every implementation's counts, and flushed and overflowed counts in every format at every scale."""
+    """Compares every implementation's counts, and flushed and overflowed counts in every fourth format at every scale."""
     for seed in range(200):
         tensor = log_uniform(dtype, seed)
         values = exact_values(tensor)
@@ -123,7 +123,7 @@ def test_200_random_tensors(dtype: torch.dtype) -> None:
         if seed % 8 == 0:
             assert all(decode(row.numpy()) == histogram for row in ways(tensor))
         finite = values[np.isfinite(values) & (values != 0)]
-        for format in FORMATS.values():
+        for format in list(FORMATS.values())[seed % 4 :: 4]:
             flushed, overflowed = fates(finite, format, SCALES)
             assert [histogram.flushed(format, k) for k in SCALES] == flushed.tolist()
             bounds = [histogram.overflowed_bounds(format, k) for k in SCALES]
@@ -131,7 +131,8 @@ def test_200_random_tensors(dtype: torch.dtype) -> None:
             if format in (FLOAT16, FLOAT16_FTZ, TFLOAT32):
                 assert bounds == [(true, true) for true in overflowed.tolist()]
             assert [high > 0 for _, high in bounds] == [low > 0 for low, _ in bounds] == (overflowed > 0).tolist()
-        compare_with_casts(histogram, finite)
+        if seed % 4 == 0:
+            compare_with_casts(histogram, finite)
 
 
 def compare_with_casts(histogram: ExponentHistogram, finite: np.ndarray) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import host_kernels
@@ -115,10 +117,18 @@ FORWARD_PLANTS = ("output", "forward_hook")
 BACKWARD_PLANTS = ("gradient_going_in", "gradient_coming_out", "full_backward_hook")
 
 
+#: Each place in GPT-2, which has more modules than the others together, gets one value; the groups below get most of the others.
+PLANTS = [
+    (name, place, value)
+    for name in SUBJECTS
+    for i, place in enumerate(FORWARD_PLANTS + BACKWARD_PLANTS)
+    for j, value in enumerate((math.inf, math.nan))
+    if name != "gpt2" or (i + j) % 2 == 0
+]
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:For backward hooks to be called")
-@pytest.mark.parametrize("value", [math.inf, math.nan], ids=["inf", "nan"])
-@pytest.mark.parametrize("place", FORWARD_PLANTS + BACKWARD_PLANTS)
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(("name", "place", "value"), PLANTS)
 def test_the_planted_module_step_and_phase_are_named(name: str, place: str, value: float) -> None:
     """This holds for every module, at a step that is not sampled."""
     _check_every_module(name, place, value, PLANTED_AT)
@@ -139,14 +149,16 @@ def test_the_planted_module_is_named_if_a_device_reads_few_tensors_in_groups(
 
 
 def _check_every_module(name: str, place: str, value: float, planted_at: int, blocks: tuple[str, ...] = ()) -> None:
-    paths = [path for path, _ in SUBJECTS[name]().model.named_modules()]
+    torch.manual_seed(0)
+    made = SUBJECTS[name]()
+    paths = [path for path, _ in made.model.named_modules()]
     in_place = {"norm", "relu"} if name == "cnn" and place == "full_backward_hook" else set()
     told = {}
     for path in paths:
         if path in in_place:
             continue  # torch itself refuses full backward hooks around an in-place ReLU
         torch.manual_seed(0)
-        subject = SUBJECTS[name]()
+        subject = replace(made, model=copy.deepcopy(made.model))
         plant = Plant(subject.model.get_submodule(path), value)
         with Inspector(subject.model, every=50) as inspector:
             getattr(plant, place)()

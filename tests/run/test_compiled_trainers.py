@@ -76,7 +76,7 @@ class Decoder(nn.Module):
         plain = linear is CastingLinear
         norm = partial(nn.RMSNorm, WIDTH, elementwise_affine=False) if plain else partial(nn.LayerNorm, WIDTH)
         self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(linear, norm) for _ in range(2))
+        self.blocks = nn.ModuleList([Block(linear, norm)])
         self.last, self.head = norm(), linear(WIDTH, VOCABULARY, bias=False)
         self.compute = compute
         if tied:

@@ -10,7 +10,7 @@ from trainings import take_step
 from mpinspect import Inspector
 from mpinspect.ranges.kinds import KINDS
 
-STEPS = 6
+STEPS = 4
 
 
 def _run(

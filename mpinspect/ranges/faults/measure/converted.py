@@ -6,7 +6,6 @@ stays an nn.Linear), and TransformerEngine's modules. No tensor's values are rea
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -35,6 +34,7 @@ from mpinspect.numeric.recipes import (
 )
 from mpinspect.ranges.capture.layers import Layer
 from mpinspect.ranges.session import CONFIGURED, CONVERTER_CALLED, LayersRecord
+from mpinspect.runtime.garbage_collection import living
 from mpinspect.runtime.wrappers import class_of, registered, unwrapped
 
 #: The modules of TransformerEngine that compute products.
@@ -85,22 +85,23 @@ def asked_for(layers: Sequence[LayersRecord]) -> tuple[str, ...]:
 
     Searches the garbage collector's objects, which takes milliseconds, if torchao's modules are imported.
     """
-    configs = {kind.__name__ for kind in _torchao_configs()}
-    if not configs or any(record.products.bits is not None for record in layers):
+    kinds = list(_of_torchao())
+    if not any(kind.__name__ in _TORCHAO_CONFIGS for kind in kinds) or any(record.products.bits for record in layers):
         return ()
-    # By id: a class's metaclass may leave it without a hash.
-    kinds = {id(type(each)): type(each) for each in gc.get_objects()}.values()
-    alive = {kind.__name__ for kind in kinds if str(kind.__module__).startswith("torchao.")}
+    alive = {type(each).__name__ for each in living(kinds)}
     if not alive.isdisjoint(_CONVERTED):
         return ()
     has_run = getattr(sys.modules.get(_CONVERTER), _HAS_RUN, False)
-    return tuple(trace for trace, is_there in ((CONVERTER_CALLED, has_run), (CONFIGURED, alive & configs)) if is_there)
+    return tuple(trace for trace, is_there in ((CONVERTER_CALLED, has_run), (CONFIGURED, alive)) if is_there)
 
 
-def _torchao_configs() -> Iterator[type]:
-    for name in ("torchao.float8.config", "torchao.prototype.moe_training.config"):
-        module = sys.modules.get(name)
-        yield from (kind for each in _TORCHAO_CONFIGS if isinstance(kind := getattr(module, each, None), type))
+def _of_torchao() -> Iterator[type]:
+    """Yield the classes of configurations, converted modules and weights in torchao's imported modules."""
+    for path, module in list(sys.modules.items()):
+        if path.startswith("torchao."):
+            attributes = getattr(module, "__dict__", {})
+            found = (attributes.get(name) for name in (*_TORCHAO_CONFIGS, *_CONVERTED))
+            yield from (kind for kind in found if isinstance(kind, type))
 
 
 # -- the parts of a module ---------------------------------------------------------------------------------------------------
