@@ -272,6 +272,20 @@ class LostSquares(Record, kind="lost-squares"):
     largest: float
 
 
+class InfiniteDivisor(Record, kind="infinite-divisor"):
+    """An FP16 divisor, or a running variance, from before a step, with infinities: what is divided by them is zero.
+
+    ``names``: the operator, its line and its phase.
+
+    Args:
+        infinite: the number of infinite elements.
+        elements: the number of all.
+    """
+
+    infinite: float
+    elements: float
+
+
 class CastToFP8(Record, kind="cast-to-fp8"):
     """The first cast to FP8 in a step that was computed twice. ``names``: its operator, line and phase."""
 
@@ -613,6 +627,7 @@ class BornInfinite(Record, kind="second-born"):
         largest: their largest exact magnitude; 0 if the operator is not to blame but the rounding of its inputs.
         exponent: of a cast, the largest argument of an exponential before it that FP16 can't hold. Its line is the fourth name.
         near: the largest magnitude of the result that came near FP16's end first.
+        is_last: 1 if the fifth and further names are those of the last operator in 16 bits before an operator in FP32.
 
     The names from the fifth on are the operator, line, module and dtype of that result, or, if ``largest`` is 0, of the rounding
     that made most of the error of the inputs.
@@ -623,6 +638,7 @@ class BornInfinite(Record, kind="second-born"):
     largest: float
     exponent: float | None = None
     near: float | None = None
+    is_last: float = 0
 
 
 class BrokenAlike(Record, kind="second-broken-alike"):
@@ -709,6 +725,22 @@ class FlushedResult(Record, kind="second-flushed"):
     elements: float
     largest: float
     times: float = 1
+
+
+class SaturatedCast(Record, kind="second-saturated"):
+    """A clamp to the range of FP8 that cuts off a part of the values.
+
+    Args:
+        lost: the share of the sum of magnitudes that is beyond the bound, 0..1.
+        saturated: the share of the elements that are beyond it, 0..1.
+        largest: the largest magnitude before the clamp.
+        bound: FP8's largest number.
+    """
+
+    lost: float
+    saturated: float
+    largest: float
+    bound: float
 
 
 class RoundedConstant(Record, kind="second-constant"):

@@ -1,4 +1,4 @@
-"""FP16 gradients that flush where no count shows it: divided by the loop in FP16, or returned by torch.autograd.grad."""
+"""Values that flush, or that FP8 cuts off, where no count shows it: gradients that a loop divides, casts, clamps."""
 
 import pytest
 import torch
@@ -324,3 +324,37 @@ def test_a_run_with_casts_to_fp8_does_not_compute_in_fp32_alone():
             model(torch.randn(16, 8)).square().mean().backward()
             optimizer.step()
     assert "\nComputes in FP32 with casts to FP8: " in str(inspector.report())
+
+
+class Clamped(nn.Module):
+    """Clamps its input, times a scale, to FP8's range, and casts it."""
+
+    def __init__(self, scale, dtype):
+        super().__init__()
+        self.layer, self.scale, self.dtype = nn.Linear(8, 8), scale, dtype
+
+    def forward(self, x):
+        end = torch.finfo(self.dtype).max
+        # Half of the magnitudes are 1, half are 3.
+        x = torch.where(torch.arange(8) % 2 == 0, 1.0, 3.0) * x.sign()
+        scaled = (x * (end * self.scale)).clamp(-end, end)
+        return self.layer(scaled.to(self.dtype).float() / (end * self.scale))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float8_e4m3fn, 448), (torch.float8_e5m2, 57344)])
+def test_a_clamp_before_a_cast_to_fp8_that_cuts_off_values_is_named_with_their_share(dtype, bound):
+    torch.manual_seed(0)
+    model = Clamped(1.0, dtype)
+    found = by_id(inspected(model, lambda _: model(torch.randn(16, 8)).square().mean(), 12, second=True))
+    figures = found["cast-saturates"].evidence
+    assert (found["cast-saturates"].severity, found["cast-saturates"].certainty) == ("warning", "measured")
+    assert (figures["bound"], figures["largest"], figures["saturated"]) == (bound, 3 * bound, 0.5)
+    assert figures["lost"] == pytest.approx(2 / 4)
+
+
+@pytest.mark.parametrize("scale", [1 / 3, 0.34])
+def test_a_clamp_to_fp8s_range_that_cuts_off_little_is_not_reported(scale):
+    torch.manual_seed(0)
+    model = Clamped(scale, torch.float8_e4m3fn)
+    found = by_id(inspected(model, lambda _: model(torch.randn(16, 8)).square().mean(), 12, second=True))
+    assert "cast-saturates" not in found

@@ -1,6 +1,7 @@
 """Inspector(second=...): chosen steps of the training are computed twice, and nothing of it changes."""
 
 import copy
+import sys
 import warnings
 
 import pytest
@@ -353,3 +354,46 @@ def test_a_logarithm_of_flushed_results_is_recorded(dtype, flushed):
             take_step(optimizer, model(power.float().clamp(min=1e-12).log10()).square().mean())
     found = [each for each in inspector.session().measurements if each.what == "second-flushed"]
     assert [each.names[3] for each in found] == ["log10"] * flushed
+
+
+@pytest.mark.parametrize(("dtype", "infinite"), [(torch.float16, 8), (torch.bfloat16, None), (torch.float32, None)])
+def test_a_teacher_whose_variance_a_cast_made_infinite_is_named(dtype, infinite):
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+    teacher[0].running_var.fill_(1e6)
+    teacher.to(dtype)
+    student = nn.Linear(8, 3)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    inspector = mpinspect.Inspector(student, optimizers=optimizer, second=True)
+    with inspector:
+        for _ in range(3):
+            x = 1000 * torch.randn(16, 8)
+            with torch.no_grad():
+                target = teacher(x.to(dtype)).float()
+            take_step(optimizer, (student(x / 1000) - target).square().mean())
+    found = [each for each in inspector.report().findings if each.id == "divisor-infinite"]
+    assert [each.evidence["infinite"] for each in found] == [infinite] * (infinite is not None)
+    for each in found:
+        assert (each.severity, each.step, each.certainty) == ("error", 1, "measured")
+        assert each.evidence["line"].startswith("test_second_steps.py:")
+
+
+def test_a_determinant_that_16_bits_made_negative_names_the_last_operator_in_16_bits():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 24))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    # In half of the steps the determinant is negative.
+    inspector = mpinspect.Inspector(model, optimizers=optimizer, second=range(12))
+    with inspector:
+        for _ in range(12):
+            with torch.autocast("cpu", torch.bfloat16):
+                z = 4 * model(torch.randn(256, 10))
+                z = z - z.mean(0)
+                gram = z.T @ z / len(z)
+                loss = torch.logdet(gram + 1e-4 * torch.eye(24))
+            take_step(optimizer, loss.nan_to_num())
+    born = next(each for each in inspector.session().measurements if each.what == "second-born")
+    first_line = sys._getframe().f_code.co_firstlineno
+    assert (born.figures["is_last"], born.names[1]) == (1, f"test_second_steps.py:{first_line + 12}")
+    assert born.names[5] == f"test_second_steps.py:{first_line + 11}"
+    assert "z.float()" in next(each.code for each in inspector.report().findings if each.id == "input-rounded-away")

@@ -144,3 +144,52 @@ def test_an_early_step_of_a_resumed_optimizer_is_computed_twice(tmp_path: Path, 
     found = [each for each in report["models"][0]["ranges"]["findings"] if each["id"] == "buffer-stops-changing"]
     assert [each["step"] for each in found] == steps
     assert all("in Averaging's step" in each["message"] and "'square'" in each["message"] for each in found)
+
+
+MERGED = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("base", 1 + torch.rand(8, 8).bfloat16())
+        self.norm = nn.BatchNorm1d(8)
+        self.down, self.up = nn.Parameter(0.1 * torch.randn(2, 8)), nn.Parameter(torch.zeros(8, 2))
+
+    def forward(self, x):
+        return self.norm(x @ self.base.float().t() + x @ self.down.t() @ self.up.t())
+
+    @torch.no_grad()
+    def merge(self):
+        self.base.add_((self.up @ self.down).bfloat16())
+        self.up.zero_()
+
+
+model = Adapted()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+for step in range(36):
+    loss = model(torch.randn(16, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step % 4 == 3:
+        model.merge()
+        OPTIMIZER
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["", "optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)"])
+def test_a_buffer_that_is_written_in_regular_steps_is_judged_in_one_of_them(tmp_path: Path, optimizer: str) -> None:
+    """Statistics that every step writes are no rarer work; an optimizer for each phase is followed by the next one."""
+    folder = tmp_path / "script"
+    write(folder, MERGED.replace("OPTIMIZER", optimizer))
+    ended = watched(folder, "train.py", forked=True)
+    assert ended.status == 0, ended.err
+    report = json.loads((tmp_path / RUN_DIR / "report.json").read_text())
+    found = [each for each in report["models"][0]["ranges"]["findings"] if each["id"] == "buffer-stops-changing"]
+    assert ["'base'" in each["message"] for each in found] == [True]
+    assert found[0]["step"] % 4 == 0

@@ -244,7 +244,8 @@ def _values(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 class RarerWork:
-    """The work of a loop that most steps do not have: calls of the model without gradients, and writes to frozen weights.
+    """The work of a loop that most steps do not have: calls of the model without gradients, and writes to frozen weights and
+    buffers. A tensor that two steps in a row have written is no longer searched.
 
     Args:
         clock: the run's step clock, which counts the calls.
@@ -254,11 +255,25 @@ class RarerWork:
     def __init__(self, clock: StepClock, model: torch.nn.Module) -> None:
         self._clock = clock
         frozen = (each for each in model.parameters() if not each.requires_grad and not is_lazy(each))
+        buffers = (each for each in model.buffers() if each.is_floating_point() and not is_lazy(each))
         # An inference tensor has no version.
-        plain = (each for each in frozen if type(each) is torch.nn.Parameter and not each.is_inference())
-        self._frozen = [weakref.ref(each) for each in itertools.islice(plain, _MOST_FROZEN)]
+        plain = (
+            each
+            for each in itertools.chain(frozen, buffers)
+            if type(each) in (torch.nn.Parameter, torch.Tensor) and not each.is_inference()
+        )
+        #: Each tensor with its version, and whether the last step wrote it.
+        self._frozen = [(weakref.ref(each), each._version, False) for each in itertools.islice(plain, _MOST_FROZEN)]
+        self._writes = 0
 
     def amount(self) -> int:
-        """Return a number that changes with each piece of this work."""
-        weights = (reference() for reference in self._frozen)
-        return self._clock.calls_without_gradient + sum(each._version for each in weights if each is not None)
+        """Return, at the end of a step, a number that grows with each piece of this work."""
+        left = []
+        for reference, version, was_written in self._frozen:
+            tensor = reference()
+            is_written = tensor is not None and tensor._version != version
+            if tensor is not None and not (is_written and was_written):
+                self._writes += is_written
+                left.append((reference, tensor._version, is_written))
+        self._frozen = left
+        return self._clock.calls_without_gradient + self._writes

@@ -100,9 +100,10 @@ class OneStep(Guarded):
         if not self._is_its_thread:
             return
         if self._is_replaced(optimizer):
-            self._optimizer, self._stepped = weakref.ref(optimizer), 0
-            self._choice = StepChoice((_EARLY_STEP, *LATER_STEPS))
-            self._left_replaced -= 1
+            self._optimizer = weakref.ref(optimizer)
+            if self._left_replaced > 0:
+                self._choice, self._stepped = StepChoice((_EARLY_STEP, *LATER_STEPS)), 0
+                self._left_replaced -= 1
         if self._optimizer is not None and self._optimizer() is optimizer:
             self._step_passed()
         if not self._is_needed:
@@ -128,7 +129,7 @@ class OneStep(Guarded):
     def _is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether another optimizer trains now, as after a resume or in a new phase, and may have other precisions."""
         is_gone = self._optimizer is not None and self._optimizer() is None
-        return is_gone and self._left_replaced > 0 and self._models.stepped_by(optimizer) is not None
+        return is_gone and self._models.stepped_by(optimizer) is not None
 
     def _step_passed(self) -> None:
         self._choice.passed(self._stepped, self._models.rarer_work())

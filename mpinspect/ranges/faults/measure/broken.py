@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mpinspect.ranges.capture.graph import operator_of
-from mpinspect.ranges.faults.measure.operands import CASTS, NARROW, Pending, has_numbers, is_in_forward, numbers_of
+from mpinspect.ranges.capture.graph import dtype_of, operator_of, walk
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.operands import (
+    CASTS,
+    NARROW,
+    Pending,
+    has_numbers,
+    is_decision,
+    is_in_forward,
+    numbers_of,
+)
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.twins import is_finite
 from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
+from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.user_line import innermost_line
 
 #: The logarithm of FP16's largest number.
 _LARGEST_EXPONENT = math.log(65504)
+#: The most nodes of a graph that are searched for an operator in 16 bits.
+_MOST_NODES = 256
 #: The most lines on which one operator is named as infinite.
 _MOST_LINES = 5
 
@@ -90,10 +102,21 @@ class Broken:
         if self._exponent is not None and largest and pending.func.overloadpacket in CASTS:
             figures["exponent"], line = self._exponent
         elif is_in_forward() and not largest:
-            names = self._origins.of(operands)
+            given = [each for each in leaves(pending.given[0]) if has_numbers(each) or is_decision(each)]
+            names = self._origins.of(given)
+            if not names and value.dtype not in NARROW:
+                names, figures["is_last"] = self._last_narrow(given), 1.0
         elif is_in_forward() and (near := self._origins.of_overflow(operands, largest)):
             names, figures["near"] = near.names, near.largest
         self.born.append(self._at_its_maker(describe(BornInfinite, line, *names, **figures)))
+
+    def _last_narrow(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
+        """Return the operator, line, module and dtype of the last operator in 16 bits before some tensors; () if unknown."""
+        for node in walk([each.grad_fn for each in tensors if each.grad_fn is not None], _MOST_NODES):
+            dtype, maker = dtype_of(node), self._makers.get(node._sequence_nr())
+            if dtype in NARROW and maker is not None:
+                return *maker, "", dtype_name(dtype)
+        return ()
 
     def _at_its_maker(self, record: Any) -> Any:
         """Return a record of a backward with the operator of the forward and its line, without a line if that is not known."""

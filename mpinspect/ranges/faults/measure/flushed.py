@@ -4,6 +4,7 @@ of an optimizer's FP16 states.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -20,7 +21,15 @@ from mpinspect.ranges.capture.loaded_states import was_loaded
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
 from mpinspect.ranges.faults.measure.twins import Marks, storage_key
-from mpinspect.ranges.records import DividedInHalf, FlushedResult, FlushedState, GradientsUnderflow, LostSquares, Record
+from mpinspect.ranges.records import (
+    DividedInHalf,
+    FlushedResult,
+    FlushedState,
+    GradientsUnderflow,
+    LostSquares,
+    Record,
+    SaturatedCast,
+)
 from mpinspect.runtime.user_line import innermost_line
 
 #: The least share of the gradients' elements, or of their sum of magnitudes, whose loss is recorded.
@@ -30,6 +39,8 @@ _MOSTLY = 0.5
 #: The least share of the non-zero values whose loss in a cast to FP8 is recorded, and the least share of their sum of
 #: magnitudes: with a scale, the largest values survive.
 _NEARLY_ALL, _MOST_OF_SUM = 0.9, 0.5
+#: The least share of a tensor's sum of magnitudes, cut off by a clamp to FP8's range, that is recorded.
+_CUT = 0.05
 #: Maximum number of parameters in a record.
 _MOST_NAMES = 200
 #: Maximum number of nodes of a graph that are searched for FP16.
@@ -131,6 +142,8 @@ class Flushes:
         self.taken: list[FlushedResult] = []
         #: The records of casts to FP8, by line.
         self.casts: dict[str, FlushedResult] = {}
+        #: The records of clamps to the range of FP8, by line.
+        self.clamps: dict[str, SaturatedCast] = {}
         #: The flushed results, and those computed from them, by storage.
         self._of: Marks[FlushedResult] = Marks()
 
@@ -173,6 +186,16 @@ class Flushes:
                 largest=max(known.largest, record.largest),
                 times=known.times + 1,
             )
+
+    def clamped(self, source: torch.Tensor, bound: float, describe: Callable[..., SaturatedCast]) -> None:
+        """Judge a clamp of a tensor to -bound and bound; ``describe`` as of ``made``. Waits for the device."""
+        sizes = source.detach().float().abs()
+        beyond, of = (sizes - bound).clamp_(min=0.0), float(sizes.sum())
+        if math.isfinite(of) and float(beyond.sum()) >= _CUT * of > 0:
+            lost, share = float(beyond.sum()) / of, float(beyond.count_nonzero()) / sizes.numel()
+            record = describe(SaturatedCast, lost=lost, saturated=share, largest=float(sizes.max()), bound=bound)
+            line = record.names[1]
+            self.clamps[line] = max(record, self.clamps.get(line, record), key=lambda each: each.lost)
 
     def passed_on(self, given: Iterable[Any], value: torch.Tensor, is_kept: bool, taker: str = "") -> None:
         """Follow flushed values from an operator's arguments into its result.

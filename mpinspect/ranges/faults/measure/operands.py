@@ -21,6 +21,14 @@ DIFFERENCES = ADDITIONS | {aten.rsub}
 #: Operators that change no value but by its dtype.
 CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CLAMPS = frozenset({aten.clamp, aten.clamp_, aten.hardtanh, aten.hardtanh_})
+#: The places of divisors, and of running variances, among the arguments of operators.
+_DIVISORS = {
+    **dict.fromkeys(("div", "div_"), 1),
+    **dict.fromkeys(("reciprocal", "rsqrt"), 0),
+    **dict.fromkeys(("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_no_update"), 4),
+    "_native_batch_norm_legit_no_training": 4,
+}
 #: Beginnings of the names of operators that a backend implements as it likes.
 _BACKENDS = ("mkldnn", "mkl", "cudnn", "miopen", "thnn", "fused", "xnnpack", "quantize", "weight_int", "batch_norm")
 #: The overloads of single operators, by those of foreach operators.
@@ -80,6 +88,21 @@ def is_cast_to_fp8(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return (operator is aten._to_copy and kwargs.get("dtype") in _FP8) or (
         operator is aten.copy_ and args[0].dtype in _FP8
     )
+
+
+def divisor_of(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """Return the tensor by which an operator divides, or the variance by whose root it does; None of another operator."""
+    place = _DIVISORS.get(func.overloadpacket.__name__)
+    divisor = args[place] if place is not None and len(args) > place else None
+    return divisor if has_numbers(divisor) else None
+
+
+def clamps_for(func: Any, args: tuple[Any, ...]) -> torch.dtype | None:
+    """Return the FP8 dtype whose largest number, and its negative, are the bounds of a clamp; None for another operator."""
+    if func.overloadpacket not in _CLAMPS or len(args) != 3 or not has_numbers(args[0]):
+        return None
+    _, low, high = args
+    return next((dtype for dtype in _FP8 if high == -low == torch.finfo(dtype).max), None)
 
 
 def is_opaque(func: Any, args: tuple[Any, ...]) -> bool:

@@ -78,8 +78,17 @@ class Origins:
 
     def of(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """Return the names of the operator that made most of the error of the tensor that is furthest off; () without one."""
-        worst = max(filter(None, map(self._errors.of, tensors)), key=lambda each: each.error.of_each, default=None)
+        worst = self._worst(tensors)
         return worst.names if worst is not None and worst.share > _MOST else ()
+
+    def _worst(self, tensors: Iterable[torch.Tensor]) -> Origin | None:
+        return max(filter(None, map(self._errors.of, tensors)), key=lambda each: each.error.of_each, default=None)
+
+    def passed_on(self, operands: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
+        """Give results whose own errors are not measured, such as masks, the origin of their operands' errors."""
+        worst = self._worst(operands)
+        for each in results:
+            self._errors.put(each, worst)
 
     def worst_of(self, tensor: torch.Tensor) -> tuple[str, ...]:
         """Return the names of the operator that made more of a tensor's error than any other; () without one."""

@@ -38,6 +38,8 @@ from mpinspect.ranges.faults.measure.operands import (
     DIFFERENCES,
     NARROW,
     Pending,
+    clamps_for,
+    divisor_of,
     has_numbers,
     is_cast_to_fp8,
     is_decision,
@@ -71,6 +73,7 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     CastToFP8,
     ChangedIntegers,
+    InfiniteDivisor,
     LostSum,
     Positions,
     Record,
@@ -208,8 +211,11 @@ class SecondComputation:
             if is_in_forward():
                 self._edges.called(func.overloadpacket, args)
                 self._read_casts(func, args)
+                self._read_divisor(func, args)
                 if func.overloadpacket in DIFFERENCES and self._readers and not kwargs:
                     self._subtract_large(func, args)
+            if fp8 := clamps_for(func, args):
+                self._compare_clamp(func, args, fp8)
             self._effects.weigh(args)
             if self._choices:
                 self._choices.use(func, leaves((*args, *kwargs.values())))
@@ -228,6 +234,19 @@ class SecondComputation:
             names = (func.overloadpacket.__name__, innermost_line(sys._getframe()), self._phase, weight)
             text = dtype_name(self._narrow)
             self._found[StaleCasts].append(StaleCasts(name=self._module(), names=names, text=text, steps=1))
+
+    def _read_divisor(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Record the first FP16 divisor from before the step with infinities, whose quotients are zeros. Waits for the device."""
+        divisor = divisor_of(func, args)
+        if divisor is None or divisor.dtype is not torch.float16 or self._found[InfiniteDivisor]:
+            return
+        infinite = int(divisor.isinf().sum()) if self._kept.is_old(divisor) else 0
+        if infinite:
+            names = (func.overloadpacket.__name__, innermost_line(sys._getframe()), self._phase)
+            record = InfiniteDivisor(
+                name=self._module(), names=names, text="float16", infinite=infinite, elements=divisor.numel()
+            )
+            self._found[InfiniteDivisor].append(record)
 
     def _subtract_large(self, func: Any, args: tuple[Any, ...]) -> None:
         """Record a difference of numbers that FP32 had rounded before. Waits for the device."""
@@ -351,8 +370,9 @@ class SecondComputation:
             for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
                 if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
                     if not place:
-                        # Further results serve the backward only, and may be written partially.
+                        # Further results may be written partially.
                         self._compare(pending, value, twin)
+                        self._origins.passed_on([value], results[1:])
                     self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
                     given.add(storage_key(twin))
         except Exception:
@@ -440,6 +460,12 @@ class SecondComputation:
             return
         describe = partial(self._record, pending, value, text=passed_through(value.dtype))
         self._flushes.cast(value, source, lambda kind, **figures: _at_its_line(describe(kind, **figures)))
+
+    def _compare_clamp(self, func: Any, args: tuple[Any, ...], fp8: torch.dtype) -> None:
+        """Judge a clamp to the range of FP8, also of a backward."""
+        pending = Pending(func, (args, {}), None, None, (args, {}), fp8, False, None, None, sys._getframe())
+        describe = partial(self._record, pending, None, text=passed_through(fp8))
+        self._flushes.clamped(args[0], args[2], lambda kind, **figures: _at_its_line(describe(kind, **figures)))
 
     def _compare_kept(
         self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
@@ -559,8 +585,15 @@ class SecondComputation:
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
-        found += [*self._flushes.casts.values(), *self._coarse.values()]
-        firsts: tuple[type[Record], ...] = (CastToFP8, ChangedIntegers, Positions, StaleCasts, Ties)
+        found += [*self._flushes.casts.values(), *self._flushes.clamps.values(), *self._coarse.values()]
+        firsts: tuple[type[Record], ...] = (
+            CastToFP8,
+            ChangedIntegers,
+            InfiniteDivisor,
+            Positions,
+            StaleCasts,
+            Ties,
+        )
         found += self._broken.records()
         found += [each for kind in firsts for each in self._found[kind][:1]]
         found += [*self._edges.records(), *self._choices.used]
@@ -653,6 +686,7 @@ class SecondComputation:
         if pending.func.overloadpacket in _DECIDING:
             decided = pending.func(*args, **kwargs)
             if not torch.equal(value, decided):
+                self._origins.passed_on(numbers_of(pending.given[0]), [value])
                 self._compare_choices(pending, value, decided)
                 self._twins.add(value, decided, is_cast=False)
                 return

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import Case, LayerInFP32, quoted
 from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, further_lines, of_operation
-from mpinspect.ranges.faults.name.fault import AFTER_BREAK, Fault, Found
+from mpinspect.ranges.faults.name.fault import AFTER_BREAK, TWICE, Fault, Found
 from mpinspect.ranges.faults.name.forward import InVain
 from mpinspect.ranges.faults.name.operators import (
     CASTS,
@@ -19,7 +19,15 @@ from mpinspect.ranges.faults.name.operators import (
     words_of,
 )
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_flushed
-from mpinspect.ranges.records import BornInfinite, BrokenAlike, BrokenWeights, ExaminedArgument, Record, RoundedArgument
+from mpinspect.ranges.records import (
+    BornInfinite,
+    BrokenAlike,
+    BrokenWeights,
+    ExaminedArgument,
+    InfiniteDivisor,
+    Record,
+    RoundedArgument,
+)
 from mpinspect.ranges.session import Event
 from mpinspect.reporting.sentences import Said, Sentences
 from mpinspect.reporting.words import bracketed, upper_first
@@ -37,6 +45,11 @@ class Born(Sentences):
         "{at}, {operator} is infinite or NaN in {count:count element} in {dtype:format}, and finite in FP32: an "
         "earlier operator had rounded away the value that keeps it finite."
     )
+    FROM_ROUNDED_INPUTS_OF_FP32 = (
+        "{at}, {operator} in FP32 is infinite or NaN in {count:count element}, and finite if the operators before it compute in "
+        "FP32, too."
+    )
+    AFTER_NARROW = "The last of them in 16 bits is {origin_operator} in {origin_dtype:format} ({origin_line})."
     FROM_ORIGIN = (
         "{at_origin}, {origin_operator} rounds to {origin_dtype:format} and loses the value that keeps {operator} finite: in "
         "{place}, it is infinite or NaN in {count:count element}, and finite in FP32."
@@ -159,6 +172,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         born,
         (
             _how(born, origin),
+            Born.AFTER_NARROW.when(born.is_last and origin),
             Born.OF_BOUND.when(bound),
             Born.OF_EXPONENT.when(born.exponent),
             Born.FURTHER.when(further),
@@ -173,6 +187,8 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "at": _at(born, is_later),
             "at_origin": origin and _at(origin, is_later),
             **words_of(origin),
+            # A product on that line would round its result before a cast of the last operator's operands.
+            **({"origin_expression": "f(z.float())"} if born.is_last else {}),
             "bound": bound,
             "bounding": bound and operator_named(bound.names[4]),
             "bound_line": bound and bound.names[5],
@@ -231,6 +247,8 @@ def _is_of_rounding(examined: ExaminedArgument, case: Case) -> bool:
 def _how(born: BornInfinite, origin: BornInfinite | None) -> Born:
     if born.largest:
         return Born.NEAR.when(origin) or Born.BEYOND
+    if born.is_last:
+        return Born.FROM_ROUNDED_INPUTS_OF_FP32
     return Born.FROM_ORIGIN.when(origin) or Born.FROM_ROUNDED_INPUTS
 
 
@@ -321,6 +339,29 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
             return
 
 
+class _Divisor(Sentences):
+    HOLDS = (
+        "In step {step}, in {place}, {operator} divides by {count:count infinite number} in FP16, in a tensor of "
+        "{of:count element}: the quotients are zeros, and no later value shows it."
+    )
+    OF_CAST = "A cast of larger values than 65504, such as running variances, leaves infinities."
+    IN_BF16 = (
+        "Cast this model to BF16, which has FP32's range, or keep its normalisations and their statistics in FP32."
+    )
+    CODE = "# in place of half(), on the FP32 model\nmodel = model.bfloat16()"
+
+
+def _divisor_infinite(case: Case) -> Iterator[Found]:
+    """A stored divisor in FP16 that is infinite, such as the running variance of a model that was cast for evaluation.
+
+    False alarms: It is measured. An infinite divisor may switch a channel off on purpose.
+    """
+    for divisor in case.recorded(InfiniteDivisor):
+        words = {"count": int(divisor.infinite), "of": int(divisor.elements)}
+        yield found_at(divisor, (_Divisor.HOLDS, _Divisor.OF_CAST), _Divisor.IN_BF16, _Divisor.CODE, words)
+        return
+
+
 #: The findings that an infinity of the precision explains.
 _OF_BORN = ("non-finite-event", "argument-out-of-range")
 FAULTS = (
@@ -331,6 +372,7 @@ FAULTS = (
         (_Alike, Born, InVain),
         ("non-finite-event", "argument-out-of-range"),
     ),
+    Fault("divisor-infinite", "error", _divisor_infinite, (_Divisor,), checked=TWICE),
     Fault("overflow-in-operator", "warning", _overflow_in_operator, (Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),
     Fault("input-rounded-away", "warning", _input_rounded_away, (Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),
 )

@@ -29,6 +29,7 @@ from mpinspect.ranges.records import (
     GrowingSum,
     LostSum,
     RoundedConstant,
+    SaturatedCast,
 )
 from mpinspect.reporting.sentences import Sentences
 
@@ -279,6 +280,24 @@ def _casts_flush(case: Case) -> Iterator[Found]:
             yield found_at(flushed, _Flush.CAST, _Flush.SCALE, _Flush.SCALED, words)
 
 
+class _Saturated(Sentences):
+    CUT = (
+        "In step {step}, in {place}, {operator} cuts {saturated:percent} of the values off at {bound:g}, the largest number of "
+        "{dtype:format}, and {lost:percent} of their sum of magnitudes is lost. They are up to {largest:.3g}: their scale was "
+        "computed from smaller values."
+    )
+    CURRENT_SCALE = "Compute the scale from the tensor that is cast, or from its largest magnitude in the last steps."
+
+
+def _cast_saturates(case: Case) -> Iterator[Found]:
+    """A clamp before a cast to FP8 that cuts off a part of the values, since their scale is too large for them.
+
+    False alarms: It is measured, from 5% of the sum of magnitudes on. Some trainings endure that.
+    """
+    for clamp in by_place(case.recorded(SaturatedCast), "lost"):
+        yield found_at(clamp, _Saturated.CUT, _Saturated.CURRENT_SCALE, _Flush.SCALED, {"type": _FP8_TYPES[clamp.text]})
+
+
 def _flushed_lines(case: Case) -> set[str]:
     return {each.names[1] for each in case.recorded(FlushedResult)} - {""}
 
@@ -408,6 +427,7 @@ def _born_from(cancelled: AmplifiedError, case: Case) -> BornInfinite | None:
 FAULTS = (
     Fault("constant-is-one", "warning", _constant_is_one, (_One,), ("updates-lost",), checked=TWICE),
     Fault("operator-flushes", "warning", _operator_flushes, (_Flush,), checked=TWICE),
+    Fault("cast-saturates", "warning", _cast_saturates, (_Saturated, _Flush), checked=TWICE),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, Gradients), checked=TWICE),
     Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, Gradients), checked=TWICE),
     Fault("buffer-stops-changing", "warning", _sum_stops, (_Kept,), checked=TWICE),
