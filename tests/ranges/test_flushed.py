@@ -352,6 +352,19 @@ def test_a_clamp_before_a_cast_to_fp8_that_cuts_off_values_is_named_with_their_s
     assert figures["lost"] == pytest.approx(2 / 4)
 
 
+@pytest.mark.parametrize(
+    "bounds",
+    [{"max": 448.0}, {"min": -448.0}, {"min": torch.tensor(-448.0), "max": torch.tensor(448.0)}, {"min": -2, "max": 2}],
+)
+def test_other_clamps_are_neither_named_nor_left_out(bounds):
+    model = nn.Linear(8, 8)
+    inspector = inspected(
+        model, lambda _: (1e4 * model(torch.randn(16, 8))).clamp(**bounds).square().mean(), 4, second=True
+    )
+    assert inspector.session().notes == ()
+    assert "cast-saturates" not in by_id(inspector)
+
+
 @pytest.mark.parametrize("scale", [1 / 3, 0.34])
 def test_a_clamp_to_fp8s_range_that_cuts_off_little_is_not_reported(scale):
     torch.manual_seed(0)

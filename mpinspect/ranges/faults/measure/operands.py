@@ -102,6 +102,8 @@ def clamps_for(func: Any, args: tuple[Any, ...]) -> torch.dtype | None:
     if func.overloadpacket not in _CLAMPS or len(args) != 3 or not has_numbers(args[0]):
         return None
     _, low, high = args
+    if not (isinstance(low, (int, float)) and isinstance(high, (int, float))):
+        return None
     return next((dtype for dtype in _FP8 if high == -low == torch.finfo(dtype).max), None)
 
 
