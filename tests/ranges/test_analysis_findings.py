@@ -462,7 +462,7 @@ def test_lost_updates_are_a_warning_only_if_the_weights_have_that_format(lost, d
     assert (finding.severity if finding else None) == severity
     if severity == "warning":
         assert "87%" in finding.message
-        assert "FP32 master weights" in finding.fix
+        assert "FP32 masters" in finding.fix
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,9 @@ def is_integer(value: Any) -> bool:
 
 def is_narrow(value: Any) -> bool:
     """Return whether a value is a 16-bit tensor, or a 16-bit dtype."""
-    return (value.dtype if isinstance(value, torch.Tensor) else value) in NARROW
+    dtype = value.dtype if isinstance(value, torch.Tensor) else value
+    # Some objects of torch's own, such as a profiler's record, can't be compared.
+    return isinstance(dtype, torch.dtype) and dtype in NARROW
 
 
 def is_strange(tensor: torch.Tensor) -> bool:
