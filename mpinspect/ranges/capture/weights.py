@@ -29,8 +29,8 @@ _State = tuple[int, list[float] | None]
 _HUGE = 2.0**20
 #: Maximum number of events that cause a reading of the module's weights, which waits for a GPU. The first ones matter most.
 _MOST_EVENTS_EXPLAINED = 3
-#: Maximum number of frozen weights that are searched for writes.
-_MOST_FROZEN = 64
+#: Maximum number of frozen weights and buffers that are searched for writes.
+_MOST_SEARCHED = 64
 
 
 class WeightChanges:
@@ -263,17 +263,17 @@ class RarerWork:
             if type(each) in (torch.nn.Parameter, torch.Tensor) and not each.is_inference()
         )
         #: Each tensor with its version, and whether the last step wrote it.
-        self._frozen = [(weakref.ref(each), each._version, False) for each in itertools.islice(plain, _MOST_FROZEN)]
+        self._searched = [(weakref.ref(each), each._version, False) for each in itertools.islice(plain, _MOST_SEARCHED)]
         self._writes = 0
 
     def amount(self) -> int:
         """Return, at the end of a step, a number that grows with each piece of this work."""
         left = []
-        for reference, version, was_written in self._frozen:
+        for reference, version, was_written in self._searched:
             tensor = reference()
             is_written = tensor is not None and tensor._version != version
             if tensor is not None and not (is_written and was_written):
                 self._writes += is_written
                 left.append((reference, tensor._version, is_written))
-        self._frozen = left
+        self._searched = left
         return self._clock.calls_without_gradient + self._writes

@@ -50,7 +50,7 @@ class Born(Sentences):
         "{at}, {operator} in FP32 is infinite or NaN in {count:count element}, and finite if the operators before it compute in "
         "FP32, too."
     )
-    AFTER_NARROW = "The last of them in 16 bits is {origin_operator} in {origin_dtype:format} ({origin_line})."
+    AFTER_NARROW = "The last one in {origin_dtype:format} before it is {origin_operator} ({origin_line})."
     FROM_ORIGIN = (
         "{at_origin}, {origin_operator} rounds to {origin_dtype:format} and loses the value that keeps {operator} finite: in "
         "{place}, it is infinite or NaN in {count:count element}, and finite in FP32."

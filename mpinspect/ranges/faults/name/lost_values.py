@@ -282,8 +282,8 @@ def _casts_flush(case: Case) -> Iterator[Found]:
 class _Saturated(Sentences):
     CUT = (
         "In step {step}, in {place}, {operator} cuts {saturated:percent} of the values off at {bound:g}, the largest number of "
-        "{dtype:format}, and {lost:percent} of their sum of magnitudes is lost. They are up to {largest:.3g}: their scale was "
-        "computed from smaller values."
+        "{dtype:format}, and {lost:percent} of their sum of magnitudes is lost. They are up to {largest:.4g}: their scale is "
+        "too large."
     )
     CURRENT_SCALE = "Compute the scale from the tensor that is cast, or from its largest magnitude in the last steps."
 

@@ -78,7 +78,7 @@ export class Shares {
 
   /** Whether the share flushed is known as a bound alone. */
   get isBound() {
-    return this.those.some((/** @type {any} */ layer) => this.view.hiddenIn(layer, this.view.figures(layer)));
+    return this.view.hidesValues && this.those.some((/** @type {any} */ layer) => this.view.hiddenIn(layer, this.view.figures(layer)));
   }
 
   /** Whether the curve is shown: as the reader chose, or where it has room and says something, which it does not of a bound. */
