@@ -18,6 +18,7 @@ from mpinspect.ranges.faults.name.operators import (
     place_of,
     words_of,
 )
+from mpinspect.ranges.faults.name.own_names import with_cast
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed, no_weight_changes
 from mpinspect.ranges.records import (
     AbsorbedOperand,
@@ -345,10 +346,9 @@ class _Left(Sentences):
         "ones were lost when the numbers became {dtype:format}."
     )
     BEFORE_THE_CAST = (
-        "Subtract in int64 or FP64, and cast the difference. For one difference from a fixed origin, subtract that origin before "
-        "the cast."
+        "Subtract before the numbers are cast to {dtype:format}, in int64 or FP64, and cast the difference."
     )
-    IN_INT64 = "# x, y in int64 or FP64,\n# as the data have them\ndifference = (x - y).float()"
+    IN_INT64 = "# the same on the data in int64 or FP64\n{cast_difference}"
     OPERANDS_IN_FP32 = "Compute the operands of this difference in FP32, from inputs in FP32."
     INPUT_IN_FP32 = "Compute the input of this operator in FP32, from FP32 values."
     ORIGIN_IN_FP32 = "Compute {origin_operator} in FP32 in {origin_place}, and keep its result in FP32."
@@ -374,7 +374,9 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
     others = (each for each in case.recorded(AmplifiedError) if each.names[1] not in flushed)
     for cancelled in by_place(others, "after"):
         if cancelled.unit:
-            yield found_at(cancelled, _Left.LARGE_NUMBERS, _Left.BEFORE_THE_CAST, _Left.IN_INT64, is_inferred=True)
+            source = case.session.source_of(cancelled.names[1])
+            own = {"cast_difference": with_cast(source) or "difference = (x - y).float()"}
+            yield found_at(cancelled, _Left.LARGE_NUMBERS, _Left.BEFORE_THE_CAST, _Left.IN_INT64, own, is_inferred=True)
             continue
         is_difference = cancelled.names[0].rstrip("_") in ("add", "sub", "rsub")
         also, words = gradients_off(cancelled)

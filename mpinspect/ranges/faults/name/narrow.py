@@ -103,7 +103,7 @@ class _Wide(Sentences):
         "The choice of experts ({names}) is computed in {recipe}. Rounding swaps scores that are close to each other, and "
         "published recipes keep routers in BF16 or FP32."
     )
-    LEAVE_OUT = "Leave it out of the conversion."
+    LEAVE_OUT = "Leave {kept} out of the conversion."
     CODE = (
         "KEEP = {keep}\n"
         "def chosen(module, name):\n"
@@ -121,9 +121,7 @@ def _narrow_head(case: Case) -> Iterator[Found]:
 
     False alarms: Some trainings keep their quality with a head in FP8.
     """
-    for layer in ledger(case.precision):
-        if layer.is_narrow and (layer.record.is_head or is_named_head(layer.module)):
-            yield _keep_wide(_Wide.HEAD, [layer])
+    return (_keep_wide(_Wide.HEAD, [layer], case) for layer in _narrow_heads(case))
 
 
 def _narrow_router(case: Case) -> Iterator[Found]:
@@ -131,16 +129,27 @@ def _narrow_router(case: Case) -> Iterator[Found]:
 
     False alarms: A layer that is named router or gate and chooses no experts is reported.
     """
-    routers = [layer for layer in ledger(case.precision) if layer.is_narrow and is_named_router(layer.module)]
+    routers = _narrow_routers(case)
     if routers:
-        yield _keep_wide(_Wide.ROUTER, routers)
+        yield _keep_wide(_Wide.ROUTER, routers, case)
 
 
-def _keep_wide(says: _Wide, layers: Sequence[ConvertedLayer]) -> Found:
+def _narrow_heads(case: Case) -> list[ConvertedLayer]:
+    narrow = (layer for layer in ledger(case.precision) if layer.is_narrow)
+    return [layer for layer in narrow if layer.record.is_head or is_named_head(layer.module)]
+
+
+def _narrow_routers(case: Case) -> list[ConvertedLayer]:
+    return [layer for layer in ledger(case.precision) if layer.is_narrow and is_named_router(layer.module)]
+
+
+def _keep_wide(says: _Wide, layers: Sequence[ConvertedLayer], case: Case) -> Found:
+    """Return the occurrence in these layers; its change leaves out all heads and routers, since a model is converted once."""
     names = [layer.module for layer in layers]
-    keep = ", ".join(map(quoted, names[:MOST_LAYERS_LISTED]))
-    recipe = products_named(layers[0].products)
-    return _of(names, says, _Wide.LEAVE_OUT, _Wide.CODE, name=names[0], recipe=recipe, keep=f"{{{keep}}}")
+    both = dict.fromkeys(layer.module for layer in (*_narrow_routers(case), *_narrow_heads(case)))
+    keep = ", ".join(map(quoted, list(both)[:MOST_LAYERS_LISTED]))
+    recipe, kept = products_named(layers[0].products), modules_named(both)
+    return _of(names, says, _Wide.LEAVE_OUT, _Wide.CODE, name=names[0], recipe=recipe, kept=kept, keep=f"{{{keep}}}")
 
 
 class _Unlike(Sentences):

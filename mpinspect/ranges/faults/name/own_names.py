@@ -28,6 +28,8 @@ _OTHERS = {"a": "left", "b": "right", "x": "value"}
 _MODULES = re.compile(r"(torch|nn|F|functional)\b")
 #: A cast to 16 bits, which code that computes in FP32 must not repeat.
 _NARROWS = re.compile(r"\.(half|bfloat16|to|type)\(|float16")
+#: Any cast.
+_CASTS = re.compile(r"\.(float|double|half|bfloat16|to|type|type_as)\(|float(16|32|64)")
 #: A comment above the addition to a stream in FP32, and a cast to the stream's dtype, which is FP32 there.
 _TO_STREAM, _FOLLOWS = "# in each block\n", re.compile(r"\.to\([\w.]+\.dtype\)")
 #: A line that assigns the result, the line that stands for the operators that take it, and a comment above operands.
@@ -74,6 +76,18 @@ def with_own_names(code: str, source: str, operator: str) -> str:
     if use.before or use.after:
         code = _CALL.sub(lambda found: f"{use.before}{found[1]}{use.after}", code, count=1)
     return _with_result(_with_operands(code, source, use), source, statement, use)
+
+
+def with_cast(source: str) -> str:
+    """Return an assignment with its value cast to FP32; "" if the line is none, or has a cast of its own."""
+    try:
+        (statement,) = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return ""
+    if not isinstance(statement, ast.Assign) or _CASTS.search(value := ast.unparse(statement.value)):
+        return ""
+    whole = isinstance(statement.value, ast.Call | ast.Subscript | ast.Attribute)
+    return f"{ast.unparse(statement.targets[0])} = {value if whole else f'({value})'}.float()"
 
 
 def _used(node: ast.AST, operator: str) -> Iterator[_Use]:

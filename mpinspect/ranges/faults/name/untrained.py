@@ -202,12 +202,11 @@ class _Zero(Sentences):
     TAKE_ONE_BATCH = "Take the gradients of one batch with autocast off."
     OWN_FACTOR = (
         "If they are not zero there, compute these modules in FP32, or multiply this part's loss by a factor "
-        "of its own{limit}."
+        "of its own."
     )
-    OWN_FACTOR_ONLY = (
-        "If they are not zero there, multiply this part's loss by a factor of its own{limit}. Computing them in FP32 would not "
-        "do: {damped}."
-    )
+    OWN_FACTOR_ONLY = "If they are not zero there, multiply this part's loss by a factor of its own."
+    LIMIT = "A loss scale above {highest} may make other layers overflow."
+    DAMPED = "FP32 alone would not train them: {damped}."
     BEGIN_AT = "# {once}\nscaler = torch.amp.GradScaler(\n    {device_type}, init_scale={raised:.0f}\n)"
     AUTOCAST_OFF = "# for one batch\nwith torch.autocast({device_type}, enabled=False):\n    y = module(x.float())"
 
@@ -318,18 +317,16 @@ def _all_zero(names: Sequence[str], case: Case) -> Found:
     recommended = advice.recommended
     has_room = bool(scale and recommended and recommended >= _MUCH_ROOM * scale)
     damped = damped_by_epsilon(case.session, 2.0**-25 / (scale or 1.0))
-    limit = ""
-    if advice.highest and not has_room:
-        limit = f" rather than raise the loss scale for all: above {with_power(advice.highest)} the other layers may overflow"
+    limited = bool(advice.highest) and not has_room
     return Found(
-        _Zero.ZERO,
+        (_Zero.ZERO, _Zero.LIMIT.when(limited), _Zero.DAMPED.when(damped)),
         {"parameters": len(names), "names": names[:MOST_NAMES], "loss_scale": scale},
         {
             "modules": grouped(names),
             "edge": as_power(2.0**-25 / (scale or 1.0)),
             "at_scale": filled(" at the loss scale of {}", scale and with_power(scale)),
             "raised": recommended,
-            "limit": limit,
+            "highest": advice.highest and with_power(advice.highest),
             "damped": damped,
         },
         (_Zero.RAISE.when(has_room) or _Zero.TAKE_ONE_BATCH, _Zero.OWN_FACTOR_ONLY.when(damped) or _Zero.OWN_FACTOR),

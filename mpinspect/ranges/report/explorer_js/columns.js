@@ -26,7 +26,7 @@ const COLUMNS = [
 
 /** @param {import("./view.js").View} view @returns {ColumnOf[]} */
 export function columnsOf({ storages, data }) {
-  const lost = storages.slice(0, 1).map((each) => ({ name: "lost", words: `lost in ${each.label}`, meaning: "share of the updates that rounding undoes where the weights are stored so", width: 106 }));
+  const lost = storages.slice(0, 1).map((each) => ({ name: "lost", words: "updates lost", meaning: `share of the updates that rounding undoes where the weights are stored in ${each.label}`, width: 106 }));
   const notes = data.notes.columns.map((/** @type {string[]} */ [words, meaning], /** @type {number} */ place) => ({ name: `note${place}`, words, meaning, width: clamp(words.length * 7 + 16, 84, 108) }));
   return [...COLUMNS, ...lost, ...notes];
 }
