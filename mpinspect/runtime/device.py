@@ -40,7 +40,17 @@ def _module(device: torch.device) -> Any:
 _found: Any = None
 _captures: Any = bool
 #: Returns the kind of accelerator that this torch is built for, or None; torch's public function takes ten times as long.
-_built_for: Any = getattr(torch._C, "_accelerator_getAccelerator", torch.accelerator.current_accelerator)
+_asked: Any = getattr(torch._C, "_accelerator_getAccelerator", torch.accelerator.current_accelerator)
+
+
+def _built_for() -> Any:
+    global _asked
+    try:
+        return _asked()
+    except RuntimeError:
+        # torch 2.6 raises where later versions return None.
+        _asked = type(None)
+        return None
 
 
 def _forget() -> None:
