@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _get_sequence_nr
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from mpinspect.runtime.storages import StorageReference, storage_key
 from mpinspect.shapes.records import Matmul
 
 
@@ -131,9 +131,8 @@ class Parameters:
         self._names: dict[int, list[str]] = {}
         self._owned: dict[tuple[int, int], str] = {}
         self._local: dict[tuple[int, str], str] = {}
-        self._storages: dict[int, int] = {}
-        #: Weak references that prevent the reuse of the storages' addresses, which serve as keys.
-        self._held: list[StorageWeakRef] = []
+        #: The parameters' ids, by the keys of the storages that have their values.
+        self._storages: dict[int, tuple[StorageReference, int]] = {}
         by_id = {id(tensor): tensor for tensor in stand_ins.values()}
         for path, module in model.named_modules(remove_duplicate=True):
             for local, parameter in module._parameters.items():
@@ -149,7 +148,7 @@ class Parameters:
         """Return the name of the parameter that shares a tensor's memory (for a tied one, its name in ``module``), or ""."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
             return ""
-        key = self._storages.get(tensor.untyped_storage()._cdata)
+        key = self._known(tensor)
         if key is None:
             return ""
         return self._owned.get((key, module)) or self._names[key][0]
@@ -162,17 +161,19 @@ class Parameters:
         """Record that a result is a cast or copy of the source, so that both count as the same parameter."""
         if source.layout is not torch.strided:
             return
-        key = self._storages.get(source.untyped_storage()._cdata)
+        key = self._known(source)
         if key is not None and result.layout is torch.strided:
             self._hold(result, key)
 
     def _hold(self, tensor: torch.Tensor, key: int) -> None:
         if tensor.layout is not torch.strided:
             return
-        storage = tensor.untyped_storage()
-        # A weak reference reserves the address, but not the memory.
-        self._held.append(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
-        self._storages[storage._cdata] = key
+        self._storages[storage_key(tensor)] = StorageReference(tensor), key
+
+    def _known(self, tensor: torch.Tensor) -> int | None:
+        """Return the id of the parameter that has a tensor's memory, or had its values before a cast or copy."""
+        storage, key = self._storages.get(storage_key(tensor), (None, None))
+        return None if storage is None or storage.expired() else key
 
 
 @dataclass(frozen=True, slots=True)

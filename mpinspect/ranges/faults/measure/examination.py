@@ -34,7 +34,6 @@ from mpinspect.ranges.faults.measure.singularities import (
     overflowed_pack,
     singular,
 )
-from mpinspect.ranges.faults.measure.twins import reference, storage_key
 from mpinspect.ranges.kinds import ACTIVATION
 from mpinspect.ranges.records import (
     BrokenElsewhere,
@@ -53,6 +52,7 @@ from mpinspect.ranges.records import (
 from mpinspect.ranges.session import MOST_ROWS, Event, containers
 from mpinspect.reporting.words import optional
 from mpinspect.runtime.distributed import is_from_stage_before
+from mpinspect.runtime.storages import StorageReference, storage_key
 
 #: Maximum number of nodes searched if the loss is not finite, and if it is finite.
 _MOST_NODES, _NEAREST_NODES = 20_000, 48
@@ -377,7 +377,7 @@ class Examination(Measuring):
     @classmethod
     def _remember_outputs(cls, outputs: Sequence[torch.Tensor]) -> None:
         alive = {key: storage for key, storage in cls._outputs.items() if not storage.expired()}
-        cls._outputs = alive | {storage_key(each): reference(each) for each in outputs if is_plain(each)}
+        cls._outputs = alive | {storage_key(each): StorageReference(each) for each in outputs if is_plain(each)}
 
     @classmethod
     def _is_of_a_model(cls, tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.loaded_states import was_loaded
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
-from mpinspect.ranges.faults.measure.twins import Marks, storage_key
+from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import (
     DividedInHalf,
     FlushedResult,
@@ -30,6 +30,7 @@ from mpinspect.ranges.records import (
     Record,
     SaturatedCast,
 )
+from mpinspect.runtime.storages import storage_key
 from mpinspect.runtime.user_line import innermost_line
 
 #: The least share of the gradients' elements, or of their sum of magnitudes, whose loss is recorded.

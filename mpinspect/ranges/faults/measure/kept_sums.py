@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.faults.measure.flushed import factor_of
-from mpinspect.ranges.faults.measure.twins import distance, reference, storage_key
+from mpinspect.ranges.faults.measure.twins import distance
 from mpinspect.ranges.records import FrozenBuffer, GrowingSum, Record
+from mpinspect.runtime.storages import StorageReference, storage_key
 
 aten = torch.ops.aten
 
@@ -57,14 +57,12 @@ class _Net(NamedTuple):
     Args:
         kept, new: the tensor, and its last result, which may replace it.
         before: the values before the first operator.
-        key: of the kept tensor's storage.
         record: at the last operator; None before a second one.
         off, change: norms of the error and of the exact change.
     """
 
-    kept: StorageWeakRef
-    new: StorageWeakRef
-    key: int
+    kept: StorageReference
+    new: StorageReference
     before: torch.Tensor
     record: FrozenBuffer | None = None
     off: float = 0.0
@@ -80,9 +78,8 @@ class _Frozen(NamedTuple):
     """A new tensor with the values of a kept one, which it may replace."""
 
     record: FrozenBuffer
-    key: int
-    kept: StorageWeakRef
-    new: StorageWeakRef
+    kept: StorageReference
+    new: StorageReference
 
 
 class KeptSums:
@@ -105,7 +102,7 @@ class KeptSums:
         self._frozen: defaultdict[str, dict[int, FrozenBuffer]] = defaultdict(dict)
         #: The same, not in place: by the new tensor's storage.
         self._replacing: dict[int, _Frozen] = {}
-        self._growing: list[tuple[StorageWeakRef, int, GrowingSum]] = []
+        self._growing: list[tuple[StorageReference, GrowingSum]] = []
         #: Storages that this step has changed, neither made nor filled anew.
         self._changed: set[int] = set()
         #: Sums whose rounding errors the script itself computes, and these errors.
@@ -148,13 +145,13 @@ class KeptSums:
         if place is None:
             return
         found = self._replacing[keys[place]]
-        if operator is aten.copy_ and keys[0] == found.key:
-            self._frozen[found.record.names[1]][found.key] = found.record
+        if operator is aten.copy_ and keys[0] == found.kept.key:
+            self._frozen[found.record.names[1]][found.kept.key] = found.record
         elif operator in _CARRYING and results and results[0].shape == args[place].shape:
             others = (*args[:place], *args[place + 1 :])
             is_bound = operator in _BOUNDING and _is_at_bound(results[0], others)
             if not is_bound and (operator not in CHANGING or _mostly(results[0] == args[place])):
-                self._replacing[storage_key(results[0])] = found._replace(new=reference(results[0]))
+                self._replacing[storage_key(results[0])] = found._replace(new=StorageReference(results[0]))
 
     def _follow_errors(self, operator: Any, args: tuple[Any, ...], results: list[torch.Tensor]) -> None:
         """Follow the error of a compensated sum (Kahan's): a difference of an old copy and the sum that another one keeps."""
@@ -204,7 +201,7 @@ class KeptSums:
             return
         before, key = kept.float(), storage_key(kept)
         if record := self._unchanged(value, before, local() - before, key, describe):
-            self._replacing[storage_key(value)] = _Frozen(record, key, reference(kept), reference(value))
+            self._replacing[storage_key(value)] = _Frozen(record, StorageReference(kept), StorageReference(value))
 
     def _unchanged(
         self, value: torch.Tensor, before: torch.Tensor, change: torch.Tensor, key: int, describe: _Describe
@@ -233,7 +230,7 @@ class KeptSums:
             stops_at = 2.0 ** math.ceil(math.log2(2 * size / eps))
             record = describe(GrowingSum, total=total, term=size, unit=unit, stops_at=stops_at)
             named = replace(record, names=(*record.names, self._names.get(storage_key(value), "")))
-            self._growing.append((reference(value), storage_key(value), named))
+            self._growing.append((StorageReference(value), named))
 
     def averaged(
         self, operator: Any, args: tuple[Any, ...], old: torch.Tensor | None, values: _Both, describe: _Describe
@@ -250,16 +247,20 @@ class KeptSums:
             off, change = distance(value, twin), distance(net.before, twin)
             record: FrozenBuffer = describe(FrozenBuffer, unchanged=float((value == net.before).float().mean()))
             record = replace(
-                record, names=(*record.names, self._names.get(net.key, "")), is_weight=net.key in self._weights
+                record,
+                names=(*record.names, self._names.get(net.kept.key, "")),
+                is_weight=net.kept.key in self._weights,
             )
-            self._nets[storage_key(value)] = net._replace(new=reference(value), record=record, off=off, change=change)
+            self._nets[storage_key(value)] = net._replace(
+                new=StorageReference(value), record=record, off=off, change=change
+            )
         elif operator in _DECAYING and (kept := next(filter(self._is_average, args[:2]), None)) is not None:
             other = args[1] if kept is args[0] else args[0]
             factor = factor_of(operator.__name__.rstrip("_"), other)
             is_slow = factor is not None and 0 < factor < 1 and not _follows(1 - factor, value.dtype)
             if is_slow and kept.shape == value.shape and kept.dtype == value.dtype:
                 before = kept.detach().clone() if old is None else old
-                self._nets[storage_key(value)] = _Net(reference(kept), reference(value), storage_key(kept), before)
+                self._nets[storage_key(value)] = _Net(StorageReference(kept), StorageReference(value), before)
 
     def _is_average(self, tensor: Any) -> bool:
         """Return whether a tensor is kept, and no weight that the loop itself trains."""
@@ -270,14 +271,14 @@ class KeptSums:
         key = storage_key(args[0])
         net = self._nets.pop(_key(args[1]), None) if operator is aten.copy_ else None
         self._nets.pop(key, None)
-        if net is not None and net.key == key:
+        if net is not None and net.kept.key == key:
             self._nets[key] = net._replace(new=net.kept)
 
     def _averages(self) -> Iterator[FrozenBuffer]:
         """Yield a record for each line whose changes, of most elements, are mostly rounding errors."""
         by_line: defaultdict[str, list[_Net]] = defaultdict(list)
         for key, net in self._nets.items():
-            is_kept = net.key == key or (net.kept.expired() and not net.new.expired())  # type: ignore[no-untyped-call]
+            is_kept = net.kept.key == key or (net.kept.expired() and not net.new.expired())
             if is_kept and net.record is not None and net.change:
                 by_line[net.record.names[1]].append(net)
         for line, nets in by_line.items():
@@ -293,15 +294,15 @@ class KeptSums:
         """Return the tensors that their changes leave as they were, and the sums that will stop growing."""
         for each in self._replacing.values():
             # A result of the step alone is gone by its end, and a constant is still there.
-            if each.kept.expired() and not each.new.expired():  # type: ignore[no-untyped-call]
-                self._frozen[each.record.names[1]][each.key] = each.record
+            if each.kept.expired() and not each.new.expired():
+                self._frozen[each.record.names[1]][each.kept.key] = each.record
         # Several tensors are frozen at one line, and a buffer at each line that changes it.
         left = ([one for key, one in each.items() if key not in self._compensated] for each in self._frozen.values())
         frozen = (each for each in left if each)
         found: list[Record] = [replace(each[-1], times=sum(one.times for one in each)) for each in frozen]
         found += self._averages()
-        for alive, key, record in self._growing:
-            if not alive.expired() and key not in self._compensated:  # type: ignore[no-untyped-call]
+        for alive, record in self._growing:
+            if not alive.expired() and alive.key not in self._compensated:
                 found.append(record)
         return found
 

@@ -17,10 +17,10 @@ from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.compensation import Compensation
 from mpinspect.ranges.faults.measure.converted import asked_for, converted_layers
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
-from mpinspect.ranges.faults.measure.twins import storage_key
 from mpinspect.ranges.session import LayersRecord, OptimizerRecord, Precision, ScalerRecord
 from mpinspect.runtime.device import random_state
 from mpinspect.runtime.distributed import data_parallel, local_part, sharded_sum_in, summed_in
+from mpinspect.runtime.storages import storage_key
 
 #: The recorded settings of an optimizer's parameter group, if they are numbers.
 _SETTINGS = ("lr", "weight_decay", "eps", "momentum")

@@ -14,8 +14,8 @@ from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
-from mpinspect.ranges.faults.measure.twins import reference, storage_key
 from mpinspect.runtime.guard import hides_modes
+from mpinspect.runtime.storages import StorageReference, storage_key
 from mpinspect.runtime.user_line import innermost_line
 
 #: Number of steps with a new scaler before the first record, which does not wait for the run's end: it may be killed.
@@ -150,7 +150,7 @@ class BesideScaler(Measuring):
         if (
             is_plain(gradient)
             and not storage.expired()
-            and (storage.cdata, version) == (storage_key(gradient), gradient._version)
+            and (storage.key, version) == (storage_key(gradient), gradient._version)
         ):
             line = innermost_line(sys._getframe())
             self._record(records.SteppedBesideScaler(name=watched.name, step=step, text=line, skipped=skipped))
@@ -169,4 +169,4 @@ class BesideScaler(Measuring):
         held = (each for each in self._optimizers.parameters(optimizer) if is_plain(each.parameter.grad))
         first = self.at_work and not hides_modes() and next(held, None)
         if first and (gradient := first.parameter.grad) is not None:
-            self._had[optimizer] = self._clock.step, skipped, first, gradient._version, reference(gradient)
+            self._had[optimizer] = self._clock.step, skipped, first, gradient._version, StorageReference(gradient)

@@ -10,8 +10,9 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 
 from mpinspect.ranges.faults.measure.powers import rows
-from mpinspect.ranges.faults.measure.twins import TWIN_DTYPES, storage_key
+from mpinspect.ranges.faults.measure.twins import TWIN_DTYPES
 from mpinspect.runtime.outputs import leaves
+from mpinspect.runtime.storages import storage_key
 
 aten = torch.ops.aten
 

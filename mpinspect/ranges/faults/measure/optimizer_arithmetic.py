@@ -25,10 +25,11 @@ from mpinspect.ranges.faults.measure.operands import (
 )
 from mpinspect.ranges.faults.measure.repeats import Repeats
 from mpinspect.ranges.faults.measure.second import SUMS, SecondComputation
-from mpinspect.ranges.faults.measure.twins import distance, is_finite, storage_key
+from mpinspect.ranges.faults.measure.twins import distance, is_finite
 from mpinspect.ranges.records import LostSum, Record, RoundedConstant, UpdateEffect
 from mpinspect.runtime.compiled_graphs import Captured, Compiled
 from mpinspect.runtime.outputs import leaves
+from mpinspect.runtime.storages import storage_key
 
 aten = torch.ops.aten
 

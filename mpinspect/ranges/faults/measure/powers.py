@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten
 
-from mpinspect.ranges.faults.measure.twins import Marks, storage_key
+from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import MixedPowers, Record, WrittenByLoop
+from mpinspect.runtime.storages import storage_key
 from mpinspect.runtime.user_line import innermost_line
 
 #: A power; None if it is unknown, and ZERO for zeros, which may be added to anything.

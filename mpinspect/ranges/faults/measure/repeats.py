@@ -19,9 +19,9 @@ from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mpinspect.ranges.faults.measure.operands import mutated_by
-from mpinspect.ranges.faults.measure.twins import storage_key
 from mpinspect.runtime.compiled_graphs import Captured, Compiled, modules_of, plain_source
 from mpinspect.runtime.device import free_memory
+from mpinspect.runtime.storages import storage_key
 from mpinspect.runtime.untouched import RandomState
 from mpinspect.runtime.user_line import called_at, innermost_place
 

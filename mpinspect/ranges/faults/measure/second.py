@@ -60,14 +60,7 @@ from mpinspect.ranges.faults.measure.operands import (
 )
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
-from mpinspect.ranges.faults.measure.twins import (
-    Twins,
-    distance,
-    have_one_layout,
-    is_equal,
-    is_finite,
-    storage_key,
-)
+from mpinspect.ranges.faults.measure.twins import Twins, distance, have_one_layout, is_equal, is_finite
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
@@ -83,6 +76,7 @@ from mpinspect.ranges.records import (
 from mpinspect.reporting.words import filled, number_of
 from mpinspect.runtime.device import free_memory
 from mpinspect.runtime.outputs import leaves
+from mpinspect.runtime.storages import storage_key
 from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten

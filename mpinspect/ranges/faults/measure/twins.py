@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+
+from mpinspect.runtime.storages import StorageReference, storage_key
 
 #: The dtypes of twins, by those of their tensors.
 TWIN_DTYPES = {**dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32), torch.bool: torch.bool}
@@ -156,17 +157,18 @@ _Mark = TypeVar("_Mark")
 
 
 class Marks(Generic[_Mark]):
-    """Remembers one thing of each storage. A key stays reserved, so that no later storage takes over a mark."""
+    """Remembers one thing of each storage."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[StorageWeakRef, _Mark]] = {}
+        self._of: dict[int, tuple[StorageReference, _Mark]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._of)
 
     def of(self, tensor: torch.Tensor) -> _Mark | None:
         """Return the mark of a tensor's storage."""
-        return self._of.get(storage_key(tensor), (None, None))[1]
+        storage, mark = self._of.get(storage_key(tensor), (None, None))
+        return None if storage is None or storage.expired() else mark
 
     def put(self, tensor: torch.Tensor, mark: _Mark | None) -> None:
         """Mark a tensor's storage; None removes its mark."""
@@ -174,17 +176,7 @@ class Marks(Generic[_Mark]):
         if mark is None:
             self._of.pop(key, None)
         else:
-            self._of[key] = reference(tensor), mark
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """Return the key of a tensor's storage, unique while the storage lives."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def reference(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return an object that reserves the key of a tensor's storage, but not its memory."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+            self._of[key] = StorageReference(tensor), mark
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
