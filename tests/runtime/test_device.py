@@ -1,4 +1,4 @@
-"""Streams of a CUDA device, whose functions are replaced: no GPU is needed."""
+"""Streams and captures of devices, whose functions are replaced: no GPU is needed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mpinspect.runtime import device as devices
 from mpinspect.runtime.device import on_stream
 
 
@@ -27,3 +28,17 @@ def test_a_stream_is_entered_unless_it_and_its_device_are_current(
     wanted = SimpleNamespace(device=torch.device("cuda", device), cuda_stream=stream)
     with on_stream(wanted):
         assert entered == [wanted] * is_entered
+
+
+def test_a_torch_that_raises_without_an_accelerator_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse() -> None:
+        asked.append(True)
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(devices, "_found", None)
+    monkeypatch.setattr(devices, "_asked", refuse)
+    assert not devices.is_capturing()
+    assert not devices.is_capturing()
+    assert asked == [True]
