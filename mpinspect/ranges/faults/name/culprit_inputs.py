@@ -10,6 +10,7 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import (
     ROUNDED_DIFFERENCE,
     AnyRecord,
@@ -574,12 +575,12 @@ def _is_narrow(measured: Examined, case: Case) -> bool:
 
 class _Weights(Sentences):
     GREW = (
-        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.2g} times its value at "
+        "The weights exploded{at_rate}: after step {step} the norm of {grown:some 3} had grown to {ratio:.3g} times its value at "
         "the start."
     )
     BROKE_THE_FORWARD = "In step {before} the forward was no longer finite."
     BROKE_THE_BACKWARD = "In step {before} the backward was no longer finite."
-    RAISED_THE_LOSS = "The loss had grown to {loss_ratio:.2g} times the first one."
+    RAISED_THE_LOSS = "The loss had grown to {loss_ratio:.3g} times the first one."
     MOVED_FAR = (
         "In each step its elements moved by {moved:,.0f} times the learning rate, where those of {optimizer} should move by "
         "about 1: it divides by an average of squared gradients that is too small, as where 8 bits or FP16 round the small ones "
@@ -622,6 +623,9 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     """
     grown = list(case.recorded(WeightGrowth))
     broken = [event for event in case.events if not event.gradients_finite and not event.skipped]
+    if not broken and _most_grew(grown, case):
+        # A scaler skips a forward that is not finite, too, although no loss scale makes it so.
+        broken = [event for event in case.events if event.phase == "forward"]
     # In a saturating model all values stay finite, and the loss grows.
     loss_ratio = max((each.loss_ratio or 0.0 for each in grown), default=0.0)
     if not grown or not (broken or case.advised.diverged or loss_ratio):
@@ -658,6 +662,16 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
         is_inferred=True,
         step=first.step,
     )
+
+
+def _most_grew(grown: Sequence[WeightGrowth], case: Case) -> bool:
+    """Return whether most weights of two or more dimensions grew, as no head does that begins near zero."""
+    trained = {
+        key.name
+        for key, info in case.infos.items()
+        if key.kind == WEIGHT_GRADIENT and len(info.shape) > 1 and not info.note
+    }
+    return 2 * len(trained & {each.name for each in grown}) > len(trained)
 
 
 def _moved(grown: WeightGrowth) -> float:
@@ -710,7 +724,7 @@ FAULTS = (
     ),
     Fault("mask-hides-whole-row", "error", _mask_hides_whole_row, (_Mask, _Aftermath), _EVENT),
     Fault("zero-row-normalized", "error", _zero_row_normalized, (_ZeroRow, _Aftermath), _EVENT),
-    Fault("weights-exploded", "error", _weights_exploded, (_Weights,), _EVENT),
+    Fault("weights-exploded", "error", _weights_exploded, (_Weights,), (*_EVENT, "overflow-in-operator")),
     Fault(
         "argument-out-of-range",
         "error",
