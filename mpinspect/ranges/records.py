@@ -458,9 +458,11 @@ class MastersOverwritten(Record, kind="masters-overwritten"):
 
     Args:
         changed: the share of changed elements, 0..1; None for weights that a copy overwrote.
+        moved: whether the weights have other memory since, as after a conversion of the module.
     """
 
     changed: float | None = None
+    moved: bool = False
 
 
 class MastersGivenSmaller(Record, kind="masters-given-smaller"):
@@ -790,8 +792,12 @@ class GrowingSum(Record, kind="second-growing"):
     stops_at: float
 
 
+#: The least relative error of a result that is mostly error.
+MOSTLY_ERROR = 0.3
+
+
 class AmplifiedError(Record, kind="second-amplified"):
-    """An operator whose result is mostly the error of its inputs.
+    """An operator whose result is mostly the error of its inputs; or, with a smaller error, the one that raised it most.
 
     The names from the fifth on are the operator, line, module and dtype of the rounding that made most of that error, if any did.
 

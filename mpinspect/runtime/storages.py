@@ -29,3 +29,7 @@ class StorageReference:
     def expired(self) -> bool:
         """Return whether the storage has been freed. Another one may have its key then."""
         return self._storage() is None
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor has this storage."""
+        return not self.expired() and self.key == storage_key(tensor)

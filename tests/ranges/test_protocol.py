@@ -158,6 +158,21 @@ def test_weights_that_a_16_bit_copy_overwrites_are_reported(dtype, write):
     assert {torch.bfloat16: "BF16", torch.float16: "FP16"}[dtype] in found.message
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_is_converted_to_16_bits_and_back_between_steps_is_told_to_convert_a_copy(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(12):
+            take_step(optimizer, model(torch.randn(16, 8)).square().mean())
+            if step % 2:
+                model.to(dtype).float()
+    found = {finding.id: finding for finding in analyse(inspector.session()).findings}["masters-overwritten"]
+    assert (found.severity, found.step) == ("error", 1)
+    assert found.code == f"evaluated = copy.deepcopy(model)\nevaluated.to({dtype})"
+
+
 def test_weights_that_a_16_bit_copy_overwrites_once_are_information():
     assert swapped(lambda weight: weight.bfloat16(), every=7)["masters-overwritten"].severity == "info"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +24,7 @@ from mpinspect.ranges.faults.measure.masters import Samples, agree, samples
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent, drawn
 from mpinspect.ranges.records import MastersAddedUp, MastersNotCopied, MastersOverwritten, MastersStale
 from mpinspect.runtime.distributed import has_process_group
+from mpinspect.runtime.storages import StorageReference
 
 #: Minimum number of the masters' steps after which the weights must have changed.
 _FEWEST_STEPS = 3
@@ -59,6 +61,13 @@ class _Step:
         return [copy for each in (self.before, *self.parts, *self.sums) if each is not None for copy in each.copies]
 
 
+class _Left(NamedTuple):
+    """A weight as an optimizer's step left it: its memory and its version."""
+
+    memory: StorageReference
+    version: int
+
+
 class MasterGradients(Measuring):
     """Compares the gradients of weights and of their masters, in measured steps of runs that have masters.
 
@@ -76,8 +85,8 @@ class MasterGradients(Measuring):
         #: By the optimizer's id, elements of its unknown tensors and of the weights without a master, before any step.
         self._unmatched: dict[int, tuple[Samples, Samples]] = {}
         self._now = _Step()
-        #: The addresses and versions of an optimizer's largest FP32 weights after its last step.
-        self._left: WeakKeyDictionary[torch.optim.Optimizer, dict[str, tuple[int, int]]] = WeakKeyDictionary()
+        #: The memory and versions of an optimizer's largest FP32 weights after its last step.
+        self._left: WeakKeyDictionary[torch.optim.Optimizer, dict[str, _Left]] = WeakKeyDictionary()
         #: These weights. They are searched for in measured steps alone: every step asks for them.
         self._largest: WeakKeyDictionary[torch.optim.Optimizer, list[WatchedParameter]] = WeakKeyDictionary()
         self._readings = 0
@@ -127,7 +136,7 @@ class MasterGradients(Measuring):
             self._now.sums.clear()
         if self._readings < _MOST_READINGS and not has_process_group():
             weights = [(each.name, each.parameter) for each in self._fp32_weights(optimizer)]
-            self._left[optimizer] = {name: (each.data_ptr(), each._version) for name, each in weights}
+            self._left[optimizer] = {name: _Left(StorageReference(each), each._version) for name, each in weights}
             if self.at_work:
                 self._read(weights, self._know_wide)
         if self.at_work and (masters := list(self._masters.of(optimizer))):
@@ -205,12 +214,13 @@ class MasterGradients(Measuring):
         """
         left = self._left.pop(optimizer, {})
         watched = self._fp32_weights(optimizer) if left else ()
-        here = {each.name: (each.parameter.data_ptr(), each.parameter._version) for each in watched}
-        written = [each for each in watched if self.at_work or here[each.name] != left.get(each.name)]
-        if written:
+        known = [(each, left[each.name]) for each in watched if each.name in left]
+        moved = {each.name for each, was in known if not was.memory.is_of(each.parameter)}
+        written = [each for each, was in known if each.parameter._version != was.version or each.name in moved]
+        if chosen := (watched if self.at_work else written):
             self._readings += not self.at_work
-            weights = [(each.name, each.parameter) for each in written]
-            self._read(weights, partial(self._judge_written, self._clock.step - 1))
+            weights = [(each.name, each.parameter) for each in chosen]
+            self._read(weights, partial(self._judge_written, self._clock.step - 1, moved))
 
     @torch.no_grad()
     def _read(
@@ -222,11 +232,12 @@ class MasterGradients(Measuring):
     def _know_wide(self, rounded: Mapping[str, Sequence[bool]]) -> None:
         self._wide.update(name for name, row in rounded.items() if not any(row))
 
-    def _judge_written(self, step: int, rounded: Mapping[str, Sequence[bool]]) -> None:
+    def _judge_written(self, step: int, moved: set[str], rounded: Mapping[str, Sequence[bool]]) -> None:
         for place, dtype in enumerate(_COPIED_IN):
             names = tuple(name for name, row in rounded.items() if row[place] and name in self._wide)
             if names:
-                self._record_names(MastersOverwritten(step=step, names=names, text=dtype_name(dtype)))
+                was_moved = moved.issuperset(names)
+                self._record_names(MastersOverwritten(step=step, names=names, text=dtype_name(dtype), moved=was_moved))
                 return
 
     # -- inside -----------------------------------------------------------------------------------------------------

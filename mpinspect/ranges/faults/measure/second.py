@@ -62,6 +62,7 @@ from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
 from mpinspect.ranges.faults.measure.twins import Twins, distance, have_one_layout, is_equal, is_finite
 from mpinspect.ranges.records import (
+    MOSTLY_ERROR,
     AbsorbedOperand,
     AmplifiedError,
     CastToFP8,
@@ -126,10 +127,15 @@ _MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
 _MOST_NAMED = 5
 #: The least local error of a sum, relative to the norm of its exact result. Rounding a sum once makes at most 2^-9 in BF16.
 _LOST = 0.03
+#: Records of operators that lose most of a result.
+_LOSING = (LostSum, AbsorbedOperand, AmplifiedError)
 #: The least number of elements of a difference, which is judged by the norm of all its elements, such as one for each channel.
 _FEWEST_OF_ONE = 16
-#: The inherited error after a difference, and before it.
-_CANCELLED, _UNCANCELLED = 0.3, 0.05
+#: The largest inherited error before a difference whose result is mostly error.
+_UNCANCELLED = 0.05
+#: The least error of a result, and its least ratio to that of the inputs, of an operator that is recorded where the gradients are
+#: off by as much as their size and no other operator explains it.
+_RAISED, _RAISED_TIMES, _USELESS_GRADIENTS = 0.1, 10.0, 1.0
 
 
 class SecondComputation:
@@ -187,6 +193,8 @@ class SecondComputation:
         self._additions = Additions(self._kept)
         #: The first difference of numbers too large for FP32 at each line.
         self._coarse: dict[str, AmplifiedError] = {}
+        #: The operator of the forward that raised an error most times.
+        self._raised: AmplifiedError | None = None
         #: The errors of weights' gradients that are in no ``.grad``.
         self._errors: dict[str, float] = {}
 
@@ -415,6 +423,9 @@ class SecondComputation:
             self._edges.ran(pending, value, partial(self._record, pending))
         if not is_finite(value):
             self._broken.judge(pending, value, twin, local(), partial(self._record, pending, value))
+            if is_in_forward():
+                # A mask's infinities hide no error of the other elements.
+                self._origins.passed_on(numbers_of(pending.given[0]), [value])
             return
         # A merge of trained adapters into weights that persist has a node.
         is_kept = pending.old is not None and self._kept.keeps(pending.given[0][0])
@@ -535,16 +546,21 @@ class SecondComputation:
     def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         """Record a result that is mostly the error of its inputs."""
         inherited = _relative(value, twin)
-        if not inherited >= _CANCELLED or self._kept.is_compensated(value):
+        if not inherited >= _RAISED or self._kept.is_compensated(value):
             return
         before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
         place = _SATURATING.get(pending.func.overloadpacket)
         is_lost = place is not None and not bool(value.any())
-        if before <= _UNCANCELLED or is_lost:
+        if (inherited >= MOSTLY_ERROR and before <= _UNCANCELLED) or is_lost:
             off = value.float() - twin
             origin = self._origins.of([pending.given[0][place] if place else value]) if is_in_forward() or place else ()
             record = self._record(pending, value, AmplifiedError, *origin, before=before, after=inherited)
             self._add(pending, _at_its_line(record) if place else record, off)
+        elif is_in_forward() and 0 < before <= inherited / _RAISED_TIMES and pending.func.overloadpacket not in _LOSSES:
+            known = self._raised
+            if known is None or known.after / known.before < inherited / before:
+                origin = self._origins.of([value])
+                self._raised = self._record(pending, value, AmplifiedError, *origin, before=before, after=inherited)
 
     def _add(self, pending: Pending, record: Record, off: torch.Tensor) -> None:
         """Add the record of an operator's result; ``off``: its error, whose effect on the loss may become known."""
@@ -608,6 +624,9 @@ class SecondComputation:
                 (each for each in records if self._effects.of(each) is None), key=lambda each: getattr(each, size)
             )
             found += [_with_gradients(each, worst, whose) for each in (*weighed[-1:], *others[-1:])]
+        is_useless = worst is not None and worst >= _USELESS_GRADIENTS
+        if self._raised is not None and is_useless and not any(isinstance(each, _LOSING) for each in found):
+            found.append(_with_gradients(self._raised, worst, whose))
         self._end()
         return found
 
@@ -707,7 +726,12 @@ def _at_its_line(record: Any) -> Any:
 
 def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:
     """Return the distance of a tensor from its twin, relative to the twin's norm."""
-    return ratio(distance(value, twin), float(twin.norm()))
+    off = ratio(distance(value, twin), float(twin.norm()))
+    if math.isnan(off) and bool(((value == twin) | (value - twin).isfinite()).all()):
+        # A mask's infinities are no error.
+        finite = twin.isfinite()
+        return ratio(distance(value[finite], twin[finite]), float(twin[finite].norm()))
+    return off
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from mpinspect.ranges.faults.name.operators import (
 from mpinspect.ranges.faults.name.own_names import with_cast
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed, no_weight_changes
 from mpinspect.ranges.records import (
+    MOSTLY_ERROR,
     AbsorbedOperand,
     AmplifiedError,
     BornInfinite,
@@ -340,6 +341,14 @@ class _Left(Sentences):
         "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
         "leaves mostly that error: its {inputs} off by {before:percent}, its result is off by {off}."
     )
+    ERROR_IS_RAISED = (
+        "In step {measured}, in {place}, {operator} raises an error {times:.0f} times: its {inputs} off by {before:percent}, its "
+        "result is off by {off}."
+    )
+    RAISES_EARLIER = (
+        "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
+        "raises that error {times:.0f} times: its {inputs} off by {before:percent}, its result is off by {off}."
+    )
     LARGE_NUMBERS = (
         "In step {step}, in {place}, numbers up to {largest:.4g} in {dtype:format} are subtracted from each other, where "
         "neighbouring numbers lie {unit:g} apart. The differences are multiples of that, {typical:g} in the median: smaller "
@@ -392,15 +401,19 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
         origin = origin_of(cancelled)
         from_origin = _Left.ORIGIN_IN_FP32 if cancelled.names[2] == "backward" else Born.FROM_ORIGIN_IN_FP32
         fix = from_origin.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32
+        earlier, alone = _Left.ARISES_EARLIER, _Left.ERROR_IS_LEFT
+        if cancelled.after < MOSTLY_ERROR:
+            earlier, alone = _Left.RAISES_EARLIER, _Left.ERROR_IS_RAISED
         is_subtracted = cancelled.names[0].strip("_") in ("sub", "rsub") and not origin
         yield found_at(
             cancelled,
-            (_Left.ARISES_EARLIER.when(origin) or _Left.ERROR_IS_LEFT, also, _Left.BREAKS.when(born)),
+            (earlier.when(origin) or alone, also, _Left.BREAKS.when(born)),
             fix.when(not is_mild),
             (_Left.DIFFERENCE.when(is_difference and not origin) or Born.CAST_BOTH).when(not is_mild),
             words={
                 **words,
                 "off": off,
+                "times": cancelled.before and cancelled.after / cancelled.before,
                 "inputs": ("input was", "operands were")[is_difference],
                 "origin_expression": "f(z.float())",
                 **words_of(origin),

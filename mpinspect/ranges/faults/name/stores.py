@@ -461,6 +461,12 @@ class _Masters(Sentences):
         "After step {step}{again} the FP32 weights of {modules} were overwritten with values of a copy in {dtype:format}, which "
         "loses the updates that are smaller."
     )
+    BY_CONVERSION = (
+        "After step {step}{again} the FP32 weights of {modules} were converted to {dtype:format} and back, as for an evaluation: "
+        ".bfloat16(), .half() and .to(dtype) convert the module itself, and the updates that are smaller are lost."
+    )
+    EVALUATE = "Evaluate under autocast, or convert a copy of the model."
+    DEEPCOPY = "evaluated = copy.deepcopy(model)\nevaluated.to(torch.{dtype})"
     FP32_COPY = "Keep copies of weights that are written back (a stash, a checkpoint, a broadcast) in FP32."
     STASH = "stash = [\n    p.detach().clone()\n    for p in model.parameters()\n]"
     ONE_WAY = (
@@ -493,6 +499,8 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
     every = list(case.recorded(MastersOverwritten))
     if found := [each for each in every if each.text]:
         says, fix, code = _Masters.BY_A_COPY, _Masters.FP32_COPY, _Masters.STASH
+        if all(each.moved for each in found):
+            says, fix, code = _Masters.BY_CONVERSION, _Masters.EVALUATE, _Masters.DEEPCOPY
         severity = "" if len(found) > 1 else "info"
         words = {"dtype": found[0].text}
         yield Found.of(case, found, says, fix, code, words=words, severity=severity, is_inferred=True)
