@@ -1,6 +1,7 @@
 """The second computation of a step: twins are what torch computes in FP32, and the run's own bits stay."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -473,6 +474,36 @@ def test_a_difference_of_sums_leads_to_the_sum_that_rounds_and_not_to_its_terms(
     (cancelled,) = records(second, AmplifiedError)
     # The errors of 96 terms average out; the sum's unit in the last place, near 192, is 1.
     assert before(cancelled) == ("sum", "bfloat16", 1)
+
+
+class Decays(nn.Module):
+    """Sums up the past with weights that decay, as state-space layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = nn.Parameter(torch.ones(()))
+
+    def forward(self, steps, dtype):
+        decay = (-steps * self.rate).to(dtype).cumsum(1)
+        lags = decay[:, :, None] - decay[:, None]
+        future = torch.ones(steps.shape[1], steps.shape[1], dtype=torch.bool).triu(1)
+        return lags.masked_fill(future, -math.inf).exp().float().sum(2)
+
+
+@pytest.mark.parametrize(("off", "is_useless"), [(1e-3, True), (1.0, False)])
+def test_an_error_that_an_exponential_raises_is_recorded_only_if_the_gradients_are_useless(off, is_useless):
+    model, steps = Decays(), (1 + values(4, 192).abs()) / 2
+    target = model(steps, torch.float32).detach() - off
+    with Twice(model) as second:
+        F.mse_loss(model(steps, torch.bfloat16), target).backward()
+    found = records(second, AmplifiedError)
+    assert len(found) == is_useless
+    for raised in found:
+        # The mask's infinities hide neither the error nor its origin.
+        assert 0 < raised.before < 0.01 < 0.1 <= raised.after < 0.3
+        assert raised.names[0] == "exp"
+        assert before(raised)[:2] == ("cumsum", "bfloat16")
+        assert raised.gradients_error > 1
 
 
 def test_an_error_to_which_layers_add_alike_has_no_origin():

@@ -124,6 +124,15 @@ def test_both_lines_of_an_error_are_shown_in_the_order_of_the_computation():
     ]
 
 
+def test_an_operator_that_raises_an_error_which_makes_the_gradients_useless_is_a_warning():
+    names = ("exp", "ssm.py:25", "forward", "out.bias", "cumsum", "ssm.py:23", "", "bfloat16")
+    raised = AmplifiedError(step=101, names=names, text="bfloat16", before=0.004, after=0.132, gradients_error=4.6)
+    found = findings(raised)["result-is-rounding-error"]
+    assert (found.severity, found.step) == ("warning", 101)
+    assert "33 times" in found.message
+    assert "mostly" not in found.message
+
+
 @pytest.mark.parametrize(
     ("devices", "argument"),
     [
