@@ -33,10 +33,10 @@ for step in range(STEPS):
 """
 
 
-def _steps_of(tmp_path: Path, steps: int, *options: str) -> list[int]:
-    """Return the steps in which the buffer was found frozen."""
+def _steps_of(tmp_path: Path, steps: int, *options: str, first: float = 200.0) -> list[int]:
+    """Return the steps in which the buffer, a count from ``first`` on, was found frozen."""
     folder = tmp_path / "script"
-    write(folder, SCRIPT.replace("STEPS", str(steps)))
+    write(folder, SCRIPT.replace("STEPS", str(steps)).replace("200.0", str(first)))
     ended = watched(folder, "train.py", options=options, forked=True)
     assert ended.status == 0, ended.err
     report = json.loads((tmp_path / RUN_DIR / "report.json").read_text())
@@ -44,8 +44,11 @@ def _steps_of(tmp_path: Path, steps: int, *options: str) -> list[int]:
     return [each["step"] for each in findings if each["id"] == "buffer-stops-changing"]
 
 
-def test_a_count_that_saturates_after_the_first_steps_is_found_in_a_later_one(tmp_path: Path) -> None:
-    assert _steps_of(tmp_path, 105) == [101]
+@pytest.mark.parametrize(("first", "steps", "found"), [(200.0, 105, 101), (240.0, 40, 31)])
+def test_a_count_that_saturates_after_the_first_steps_is_found_in_a_later_one(
+    tmp_path: Path, first: float, steps: int, found: int
+) -> None:
+    assert _steps_of(tmp_path, steps, first=first) == [found]
 
 
 OVERFLOWING = """

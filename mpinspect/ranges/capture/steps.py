@@ -34,7 +34,7 @@ AFTER_EVENTS = 8
 #: The most steps that are computed twice for their rarer work.
 WITH_RARER_WORK = 2
 #: Later steps that are computed twice: only with time do sums and moments saturate, and weights grow.
-LATER_STEPS = (100, 1000, 10_000)
+LATER_STEPS = (30, 100, 1000, 10_000)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from mpinspect.reporting.words import filled, with_power
 #: How many names the evidence lists.
 MOST_NAMES = 20
 #: The steps that are computed twice, and those in which a run looks for the operator that broke it.
-TWICE = "in one early step and in steps 100, 1,000 and 10,000"
+TWICE = "in one early step and in steps 30, 100, 1,000 and 10,000"
 AFTER_BREAK = "in one early step and in the steps after the first infinity or NaN"
 
 
