@@ -101,7 +101,7 @@ class Inspector:
             that activations and their gradients inside are seen. This changes results: an eager step rounds differently from a
             compiled one, draws other random numbers, and takes the time and memory of an uncompiled one. Use it with ``every``;
             the steps between stay compiled. If False, only weight gradients are seen inside compiled code.
-        second: compute an early step, steps 30, 100, 1,000 and 10,000, up to eight steps after an infinite or NaN forward, and two
+        second: compute an early step, steps 30, 100, 1,000 and 10,000, up to eight after an infinite or NaN forward, and two
             with a validation or with writes to frozen weights, if these come regularly, a second time in FP32 (as
             ``second_opinion`` does; compiled code in its eager form), and follow the loss scale in uncompiled ones; or the
             numbers of the chosen steps, from 0. The training's own numbers stay. Such a step takes some ten times as long, waits

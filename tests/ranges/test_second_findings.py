@@ -273,10 +273,11 @@ def logarithm(**figures):
     [
         (("train.py:7", "train.py:9"), {"call": 0, "calls": 2}, "train.py:7, "),
         (("train.py:7", "train.py:9"), {"call": 1, "calls": 2}, "train.py:9, "),
-        # Another number of calls: which is which is not known, unless all are at one line.
-        (("train.py:7", "train.py:9"), {"call": 1, "calls": 3}, ""),
+        # Another number of calls: which is which is not known. A few lines are all named.
+        (("train.py:7", "train.py:9"), {"call": 1, "calls": 3}, "train.py:7 or train.py:9, "),
         (("train.py:7", "train.py:7"), {"call": 1, "calls": 3}, "train.py:7, "),
-        (("train.py:7", "train.py:9"), {}, ""),
+        (("train.py:7", "train.py:9"), {}, "train.py:7 or train.py:9, "),
+        (("train.py:7", "train.py:9", "train.py:8", "train.py:1"), {}, ""),
     ],
 )
 def test_an_operation_has_the_line_of_its_call_in_an_earlier_step(lines, figures, line):

@@ -457,11 +457,12 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
         cast = ".float()" * is_narrow
-        line, *further = _lines(case, measured)
+        lines, further = _lines(case, measured)
+        line = "".join(lines) * (len(lines) == 1)
         words = {
             "operator": measured.text.replace(ROUNDED_DIFFERENCE, ""),
             "place": _place(_module(case, measured), event),
-            "places": bracketed(line, _elements(measured), _rows(measured)),
+            "places": bracketed(" or ".join(lines), _elements(measured), _rows(measured)),
             "cast": cast,
             "indented": is_narrow and text(code, {"cast": cast}).replace("\n", "\n    "),
             "rounded": rounded,
@@ -484,7 +485,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             {"operator": measured.text, "line": line},
             is_mild=event is None,
             operator="log" * (fix is _Argument.LOG_SOFTMAX),
-            before=[difference, line, *further],
+            before=[difference, *lines, *further],
         )
         return
 
@@ -495,6 +496,8 @@ def _is_origin_known(case: Case) -> bool:
     return any(record.names[2] == "forward" for record in broken)
 
 
+#: The most lines of which one is said to have the operation.
+_FEW_LINES = 3
 #: Words of an operation's description, by the name of the operator that a second computation records.
 _DESCRIBED = {
     "div": "division",
@@ -508,26 +511,28 @@ _DESCRIBED = {
 }
 
 
-def _lines(case: Case, measured: Examined) -> list[str]:
-    """Return the line of the operation in the user's code, if a step in which it is singular was computed twice, and further
-    lines on which it is singular there; "" if it is not known.
+def _lines(case: Case, measured: Examined) -> tuple[list[str], list[str]]:
+    """Return the line of the operation in the user's code, or the few that it may be; and, if a step in which it is singular was
+    computed twice, further lines on which it is singular there.
     """
     kinds: tuple[type[Record], ...] = (BornInfinite, BrokenAlike, RoundedArgument)
     found = of_operation((record for kind in kinds for record in case.recorded(kind)), measured)
-    return [found.names[1], *further_lines(case, found)] if found else [_called_line(case, measured)]
+    if found is None:
+        return _called_lines(case, measured), []
+    return [found.names[1]], further_lines(case, found)
 
 
-def _called_line(case: Case, measured: Examined) -> str:
-    """Return the line of the operation's call in another step, which was computed twice; "" if that is not certain."""
+def _called_lines(case: Case, measured: Examined) -> list[str]:
+    """Return the line of the operation's call in another step, which was computed twice, or the few that it may be."""
     for called in case.recorded(CalledLines):
         words, lines = _DESCRIBED.get(called.text), called.names
-        if words is None or words not in measured.text or not measured.calls:
+        if words is None or words not in measured.text:
             continue
-        if len(set(lines)) == 1:
-            return lines[0]
-        if len(lines) == measured.calls:
-            return lines[int(measured.call or 0)]
-    return ""
+        if measured.calls and len(lines) == measured.calls:
+            return [lines[int(measured.call or 0)]]
+        if len(set(lines)) <= _FEW_LINES:
+            return list(dict.fromkeys(lines))
+    return []
 
 
 def further_lines(case: Case, found: Record) -> list[str]:
