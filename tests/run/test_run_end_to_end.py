@@ -1,13 +1,10 @@
 """Unmodified scripts have the same output and weights under plain Python and under ``mpinspect run``."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -74,29 +71,25 @@ class Ran:
         return Session.load(self.directory.joinpath("log", *path))
 
 
-def run(directory: Path, *command: str, forked: bool = True, modules: tuple[str, ...] = ()) -> Ran:
-    """Run a command in a new directory, by default forked from a process that has imported torch and ``modules``."""
+def run(directory: Path, *command: str, modules: tuple[str, ...] = ()) -> Ran:
+    """Run a command in a new directory, forked from a process that has imported torch and ``modules``."""
     directory.mkdir()
     settings = {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
-    if forked:
-        status, out, err = warm.run(directory, command[1:], settings, modules=modules)
-        return Ran(status, out.encode(), err, directory)
-    environment = {**os.environ, **warm.MEMORY, **settings}
-    ended = subprocess.run(command, cwd=directory, env=environment, capture_output=True, timeout=240)
-    return Ran(ended.returncode, ended.stdout, ended.stderr.decode(), directory)
+    status, out, err = warm.run(directory, command[1:], settings, modules=modules)
+    return Ran(status, out.encode(), err, directory)
 
 
-def run_bare(directory: Path, *command: str, **how: Any) -> Ran:
+def run_bare(directory: Path, *command: str, modules: tuple[str, ...] = ()) -> Ran:
     """Run the script without mpinspect; retry up to twice if torch aborts the exit.
 
     The threads of a DistributedDataParallel group survive destroy_process_group. If one frees a tensor during interpreter
     shutdown, the process aborts with "terminate called without an active exception", in about one run of a hundred
     (pytorch/pytorch#179291).
     """
-    ran = run(directory / "bare", *command, **how)
+    ran = run(directory / "bare", *command, modules=modules)
     for again in ("bare_again", "bare_once_more"):
         if ran.code and "terminate called without an active exception" in ran.err:
-            ran = run(directory / again, *command, **how)
+            ran = run(directory / again, *command, modules=modules)
     return ran
 
 
@@ -106,16 +99,12 @@ def both(
     *arguments: str,
     options: tuple[str, ...] = (),
     launcher: Path | None = None,
-    **how: Any,
+    modules: tuple[str, ...] = (),
 ) -> tuple[Ran, Ran]:
-    """Run the script bare and inspected; assert equal exit statuses and stdout.
-
-    Args:
-        how: as for ``run``. Tracebacks of a fork show ``warm``.
-    """
+    """Run the script bare and inspected; assert equal exit statuses and stdout."""
     words, first = (str(script), *arguments), () if launcher is None else (str(launcher),)
-    bare = run_bare(directory, sys.executable, *first, *words, **how)
-    inspected = run(directory / "inspected", sys.executable, *first, *INSPECTED[1:], *options, *words, **how)
+    bare = run_bare(directory, sys.executable, *first, *words, modules=modules)
+    inspected = run(directory / "inspected", sys.executable, *first, *INSPECTED[1:], *options, *words, modules=modules)
     assert inspected.code == bare.code, inspected.err
     assert inspected.out == bare.out
     return bare, inspected
@@ -131,11 +120,7 @@ def check(bare: Ran, inspected: Ran, *layers: str) -> None:
 
 
 def test_a_plain_loop(tmp_path):
-    """The inspected script runs in a new interpreter."""
-    words = (str(UNMODIFIED / "digits_mlp.py"), "--epochs", "2", "--save", "weights.pt")
-    bare = run(tmp_path / "bare", sys.executable, *words)
-    inspected = run(tmp_path / "inspected", *INSPECTED, *words, forked=False)
-    assert (inspected.code, inspected.out) == (bare.code, bare.out)
+    bare, inspected = both(tmp_path, UNMODIFIED / "digits_mlp.py", "--epochs", "2", "--save", "weights.pt")
     check(bare, inspected, "encoder.0.weight", "head.bias", "encoder.2")
     session = inspected.session("DigitsMLP")
     # 30 batches per epoch. The first ten steps are sampled, then every tenth. Evaluation does not count as steps.

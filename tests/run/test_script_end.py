@@ -36,7 +36,6 @@ _ENDS = {
     "the inspector is dropped": "model, optimizer, _ = train(); del _",
     "it all was a function's": "train()",
     "it was somebody's reference cycle": "loop = [train()]; loop.append(loop); del loop",
-    "sys.exit": "everything = train(); sys.exit(0)",
     "a forked child ends first": """
 everything = train()
 child = os.fork()
@@ -47,10 +46,10 @@ os.waitpid(child, 0)
 }
 
 
-def _run(tmp_path: Path, code: str, *, warnings: str = "error", forked: bool = True) -> launched.Ended:
-    """Run in a process with a normal interpreter shutdown. ``forked``: from a process that has imported torch."""
+def _run(tmp_path: Path, code: str, *, warnings: str = "error") -> launched.Ended:
+    """Run in a fork with a normal interpreter shutdown."""
     launched.write(tmp_path, _TRAINS + code)
-    return launched.run(tmp_path, [sys.executable, "-W", warnings, "train.py", str(tmp_path / "run")], forked=forked)
+    return launched.run(tmp_path, [sys.executable, "-W", warnings, "train.py", str(tmp_path / "run")], forked=True)
 
 
 def _check(tmp_path: Path, steps: int = 7) -> Session:
@@ -63,7 +62,7 @@ def _check(tmp_path: Path, steps: int = 7) -> Session:
 
 @pytest.mark.parametrize("end", _ENDS.values(), ids=_ENDS.keys())
 def test_all_steps_are_written(tmp_path: Path, end: str) -> None:
-    ran = _run(tmp_path, end, forked=end != _ENDS["everything is alive"])
+    ran = _run(tmp_path, end)
     assert (ran.status, ran.out, ran.err) == (0, "", "")
     _check(tmp_path)
 
