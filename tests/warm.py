@@ -31,7 +31,9 @@ _MODULES = (
     *("mpinspect.commands.run", "mpinspect.run.ending", "mpinspect.run.models.one_step", "mpinspect.run.report"),
     *("mpinspect.run.watcher", "mpinspect.ranges.report.tensorboard"),
 )
-_START = "import sys; sys.path[0] = {folder!r}; from warm import serve; del sys.path[0]; serve({connection})"
+#: For ``run``: a process that has imported torch, and neither numba nor mpinspect.
+ALONE = ("torch",)
+_START = "import sys; sys.path[0] = {folder!r}; from warm import serve; del sys.path[0]; serve({connection}, {modules})"
 
 
 def run(
@@ -49,7 +51,7 @@ def run(
         words: a script and its arguments, or -m, a module and its arguments; optionally preceded by -W error.
         env: variables added to the environment of the forking process.
         is_one_stream: whether stderr is redirected to stdout.
-        modules: further modules that the forking process has imported, such as transformers.
+        modules: further modules that the forking process has imported, such as transformers; or torch alone, without numba.
 
     Returns:
         The exit status (negative where a signal killed it), stdout and stderr.
@@ -100,12 +102,12 @@ def _server(modules: tuple[str, ...] = ()) -> tuple[socket.socket, Callable[[], 
     """
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(300)
-    if modules:
+    if modules not in ((), ALONE):
         first, end = _server()
         socket.send_fds(first, [json.dumps(modules).encode()], [its.fileno()])
         its.close()
         return ours, end
-    start = _START.format(folder=str(Path(__file__).parent), connection=its.fileno())
+    start = _START.format(folder=str(Path(__file__).parent), connection=its.fileno(), modules=modules or _MODULES)
     # As in launched.run: the caller's PYTHON* settings must not reach the script.
     names = (name for name in os.environ if name == "PYTHONPATH" or not name.startswith("PYTHON"))
     process = subprocess.Popen(
@@ -129,7 +131,7 @@ def _server(modules: tuple[str, ...] = ()) -> tuple[socket.socket, Callable[[], 
     return ours, end
 
 
-def serve(connection: int, modules: Sequence[str] = _MODULES) -> None:
+def serve(connection: int, modules: Sequence[str]) -> None:
     """Fork for each request; the child runs the requested script and returns, so that its interpreter shuts down normally.
 
     A request for modules forks a process that imports them and serves the connection sent with it.
