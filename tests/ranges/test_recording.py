@@ -3,7 +3,6 @@
 import os
 import re
 import resource
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator

@@ -153,9 +153,7 @@ def compare(tmp_path, ending):
     for other, fork in FORKS:
         ending = ending.replace(other, fork)
     write(alone_in, TRAINS + ending)
-    alone, with_us = (
-        how(place, "train.py", forked=True) for how, place in ((bare, alone_in), (watched, folder))
-    )
+    alone, with_us = (how(place, "train.py", forked=True) for how, place in ((bare, alone_in), (watched, folder)))
     assert sorted(with_us.out.splitlines()) == sorted(alone.out.splitlines())
     assert with_us.status == alone.status
     return tmp_path / RUN_DIR, with_us.err
