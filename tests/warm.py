@@ -1,10 +1,12 @@
 """Runs scripts in forks of a process that has imported torch, which takes a tenth of the time of a new interpreter.
 
-Each script runs in its own fork, which exits as a Python process does. Tests of interpreter start-up, of torch's import or of
-variables that are read then (OMP_NUM_THREADS, PYTHON...) need a new process: ``launched.run`` starts one.
+Each script runs in its own fork, whose interpreter shuts down as in a process of its own. Tests of interpreter start-up, of
+torch's import, of variables that are read then (OMP_NUM_THREADS, PYTHON...) or of the destructors of C++ libraries need a new
+process: ``launched.run`` starts one.
 """
 
 import atexit
+import ctypes
 import functools
 import gc
 import json
@@ -94,7 +96,7 @@ def run(
 
 
 @functools.cache
-def _server(modules: tuple[str, ...] = ()) -> tuple[socket.socket, Callable[[], None]]:
+def _server(modules: tuple[str, ...]) -> tuple[socket.socket, Callable[[], None]]:
     """Start the forking process, once per test process; with further modules, fork one from it.
 
     Returns:
@@ -103,9 +105,10 @@ def _server(modules: tuple[str, ...] = ()) -> tuple[socket.socket, Callable[[], 
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(300)
     if modules not in ((), ALONE):
-        first, end = _server()
+        first, end = _server(())
         socket.send_fds(first, [json.dumps(modules).encode()], [its.fileno()])
         its.close()
+        atexit.register(ours.close)
         return ours, end
     start = _START.format(folder=str(Path(__file__).parent), connection=its.fileno(), modules=modules or _MODULES)
     # As in launched.run: the caller's PYTHON* settings must not reach the script.
@@ -168,6 +171,9 @@ def serve(connection: int, modules: Sequence[str]) -> None:
     if further:
         serve(further[0], asked)
     elif asked:
+        # Once the interpreter has shut down, skip the destructors of C++ libraries, which take as long again.
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)
         _begin(**asked)
 
 
