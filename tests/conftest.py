@@ -101,8 +101,21 @@ def _nothing_passes_from_file_to_file() -> Iterator[None]:
     threads = torch.get_num_threads()
     gc.collect()
     gc.freeze()
+    _hidden["modules"] = len(sys.modules)
     yield
     assert torch.get_num_threads() == threads
+
+
+@pytest.fixture(autouse=True)
+def _imports_are_hidden_too(_nothing_passes_from_file_to_file: None) -> None:
+    """Hide the objects of large packages that a file's earlier tests imported, as those of earlier files."""
+    if len(sys.modules) > _hidden.get("modules", 0) + 200:
+        gc.collect()
+        gc.freeze()
+        _hidden["modules"] = len(sys.modules)
+
+
+_hidden: dict[str, int] = {}
 
 
 @pytest.fixture

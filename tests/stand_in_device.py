@@ -16,6 +16,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,7 +54,9 @@ def built() -> Path:
 def _build(library: Path) -> None:
     of_torch = Path(torch.__file__).parent
     includes = [of_torch / "include", of_torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+    # Including all of ATen's operators would take twice the time.
     macros = {
+        "AT_PER_OPERATOR_HEADERS": "",
         "TORCH_EXTENSION_NAME": library.stem,
         "TORCH_API_INCLUDE_EXTENSION_H": "",
         "_GLIBCXX_USE_CXX11_ABI": int(torch._C._GLIBCXX_USE_CXX11_ABI),
@@ -87,7 +90,24 @@ def load() -> StandIn:
     stand_in = StandIn(native)
     torch._register_device_module(NAME, stand_in.module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
+    for name in ("linear", "matmul", "addmm", "scaled_dot_product_attention"):
+        _AUTOCAST.impl(name, partial(_cast, name, None), _AUTOCAST_KEY.name)
+    for name in ("layer_norm", "cross_entropy_loss"):
+        _AUTOCAST.impl(name, partial(_cast, name, torch.float32), _AUTOCAST_KEY.name)
     return stand_in
+
+
+_AUTOCAST = torch.library.Library("aten", "IMPL")
+_AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1
+
+
+def _cast(name: str, dtype: torch.dtype | None, *given: Any, **named: Any) -> Any:
+    """Call an operator under autocast: with its floating-point tensors in ``dtype``, or in autocast's."""
+    wanted = dtype or torch.get_autocast_dtype(NAME)
+    is_cast = [isinstance(each, torch.Tensor) and each.is_floating_point() for each in given]
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_AUTOCAST_KEY)):
+        given = tuple(each.to(wanted) if cast else each for each, cast in zip(given, is_cast, strict=True))
+        return getattr(torch.ops.aten, name)(*given, **named)
 
 
 class StandIn:

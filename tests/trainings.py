@@ -1,6 +1,7 @@
 """The usual training loop, bare and under an inspector."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +20,13 @@ def take_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, scaler: torc
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
+
+
+def plain_inductor() -> AbstractContextManager[Any]:
+    """Let Inductor compile in this process, without vectors: the rest would cost more time than a test's few kernels."""
+    import torch._inductor.config as inductor
+
+    return inductor.patch({"compile_threads": 1, "cpp.vec_isa_ok": False})  # type: ignore[no-any-return]
 
 
 def inspected(

@@ -1,10 +1,12 @@
 """Runs scripts in forks of a process that has imported torch, which takes a tenth of the time of a new interpreter.
 
-Each script runs in its own fork, which exits as a Python process does. Tests of interpreter start-up, of torch's import or of
-variables that are read then (OMP_NUM_THREADS, PYTHON...) need a new process: ``launched.run`` starts one.
+Each script runs in its own fork, whose interpreter shuts down as in a process of its own. Tests of interpreter start-up, of
+torch's import, of variables that are read then (OMP_NUM_THREADS, PYTHON...) or of the destructors of C++ libraries need a new
+process: ``launched.run`` starts one.
 """
 
 import atexit
+import ctypes
 import functools
 import gc
 import json
@@ -25,8 +27,15 @@ _STREAMS = (("in", os.O_RDONLY), ("out", os.O_WRONLY | os.O_APPEND), ("err", os.
 #: glibc must not return freed memory to the OS: allocating it again would take a third of a training's time.
 MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "268435456"}
 #: Imported before forking, where installed. torch._dynamo, because the first optimizer would import it.
-_MODULES = ("torch", "torch._dynamo", "torch.utils.tensorboard", "mpinspect.counting.cpu.counter")
-_START = "import sys; sys.path[0] = {folder!r}; from warm import serve; del sys.path[0]; serve({connection})"
+_MODULES = (
+    *("torch", "torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets", "mpinspect.counting.cpu.counter"),
+    # Nearly all that a training under mpinspect run imports of it.
+    *("mpinspect.commands.run", "mpinspect.run.ending", "mpinspect.run.models.one_step", "mpinspect.run.report"),
+    *("mpinspect.run.watcher", "mpinspect.ranges.report.tensorboard"),
+)
+#: For ``run``: a process that has imported torch, and neither numba nor mpinspect.
+ALONE = ("torch",)
+_START = "import sys; sys.path[0] = {folder!r}; from warm import serve; del sys.path[0]; serve({connection}, {modules})"
 
 
 def run(
@@ -36,6 +45,7 @@ def run(
     stdin: str = "",
     *,
     is_one_stream: bool = False,
+    modules: tuple[str, ...] = (),
 ) -> tuple[int, str, str]:
     """Run ``python WORDS...`` in a folder, forked from a process that has imported torch.
 
@@ -43,6 +53,7 @@ def run(
         words: a script and its arguments, or -m, a module and its arguments; optionally preceded by -W error.
         env: variables added to the environment of the forking process.
         is_one_stream: whether stderr is redirected to stdout.
+        modules: further modules that the forking process has imported, such as transformers; or torch alone, without numba.
 
     Returns:
         The exit status (negative where a signal killed it), stdout and stderr.
@@ -71,7 +82,7 @@ def run(
             "env": dict(env or {}),
             "streams": streams,
         }
-        server, end = _server()
+        server, end = _server(modules)
         server.send(json.dumps(asked).encode())
         try:
             status = int(server.recv(_LONGEST))
@@ -85,11 +96,21 @@ def run(
 
 
 @functools.cache
-def _server() -> tuple[socket.socket, Callable[[], None]]:
-    """Start the forking process, once per test process. Returns the connection, and a function that closes both."""
+def _server(modules: tuple[str, ...]) -> tuple[socket.socket, Callable[[], None]]:
+    """Start the forking process, once per test process; with further modules, fork one from it.
+
+    Returns:
+        The connection, and a function that closes the connection and ends the process with all its forks.
+    """
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(300)
-    start = _START.format(folder=str(Path(__file__).parent), connection=its.fileno())
+    if modules not in ((), ALONE):
+        first, end = _server(())
+        socket.send_fds(first, [json.dumps(modules).encode()], [its.fileno()])
+        its.close()
+        atexit.register(ours.close)
+        return ours, end
+    start = _START.format(folder=str(Path(__file__).parent), connection=its.fileno(), modules=modules or _MODULES)
     # As in launched.run: the caller's PYTHON* settings must not reach the script.
     names = (name for name in os.environ if name == "PYTHONPATH" or not name.startswith("PYTHON"))
     process = subprocess.Popen(
@@ -113,12 +134,15 @@ def _server() -> tuple[socket.socket, Callable[[], None]]:
     return ours, end
 
 
-def serve(connection: int) -> None:
-    """Fork for each request; the child runs the requested script and returns, so that its interpreter shuts down normally."""
+def serve(connection: int, modules: Sequence[str]) -> None:
+    """Fork for each request; the child runs the requested script and returns, so that its interpreter shuts down normally.
+
+    A request for modules forks a process that imports them and serves the connection sent with it.
+    """
     # No script here uses a GPU, and the interpreter shuts down faster without Triton's library.
     sys.modules["triton"] = None  # type: ignore[assignment]
     path = list(sys.path)
-    for name in _MODULES:
+    for name in modules:
         try:
             __import__(name)
         except ImportError:
@@ -130,14 +154,27 @@ def serve(connection: int) -> None:
         own.cleanup()
     # A child's garbage collector skips frozen objects, which saves a second at exit.
     gc.freeze()
+    asked, further = None, []
     with socket.socket(fileno=connection) as server:
-        while request := server.recv(_LONGEST):
+        while not further:
+            request, further, _, _ = socket.recv_fds(server, _LONGEST, 1)
+            asked = json.loads(request or "null")
+            if not asked:
+                break
             child = os.fork()
             if not child:
                 break
-            server.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
-    if request:
-        _begin(**json.loads(request))
+            if further:
+                os.close(further.pop())
+            else:
+                server.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
+    if further:
+        serve(further[0], asked)
+    elif asked:
+        # Once the interpreter has shut down, skip the destructors of C++ libraries, which take as long again.
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc._exit, None)
+        _begin(**asked)
 
 
 def _begin(folder: str, words: Sequence[str], env: Mapping[str, str], streams: str) -> None:

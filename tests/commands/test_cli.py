@@ -10,7 +10,6 @@ import types
 
 import pytest
 import sessions
-import warm
 
 import mpinspect.demo
 from mpinspect.commands import cli
@@ -258,19 +257,22 @@ def test_a_closed_pipe_is_not_an_error(run_dir):
         ("kernels", "dumb"),
     ],
 )
-def test_force_color_applies_to_pipes_and_no_color_has_priority(command, term, run_dir, tmp_path):
+def test_force_color_applies_to_pipes_and_no_color_has_priority(command, term, run_dir, tmp_path, monkeypatch, capsys):
     trace = tmp_path / "trace.json"
     trace.write_text('{"traceEvents": []}')
     (tmp_path / "run.json").write_text('{"command": "train.py", "outcome": "ended", "saw": [], "models": []}')
     words = {
-        "report": ["-m", "mpinspect", "report", str(run_dir)],
-        "report of a run": ["-m", "mpinspect", "report", str(tmp_path)],
-        "kernels": ["-m", "mpinspect", "kernels", str(trace)],
+        "report": ["report", str(run_dir)],
+        "report of a run": ["report", str(tmp_path)],
+        "kernels": ["kernels", str(trace)],
     }[command]
-    forced, both, neither = (
-        warm.run(tmp_path, words, {"TERM": term, "FORCE_COLOR": force, "NO_COLOR": no})[1]
-        for force, no in (("1", ""), ("1", "1"), ("", ""))
-    )
+    printed = []
+    for force, no in (("1", ""), ("1", "1"), ("", "")):
+        for name, value in {"TERM": term, "FORCE_COLOR": force, "NO_COLOR": no}.items():
+            monkeypatch.setenv(name, value)
+        cli.main(words)
+        printed.append(capsys.readouterr().out)
+    forced, both, neither = printed
     assert "\x1b[1m" in forced
     assert "\x1b" not in both + neither
     assert both == neither

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trainings import inspected
@@ -280,12 +282,13 @@ print("numba" in sys.modules, troubles)
 
 
 def told(code: str = COUNT_AND_TELL, *, path: Path | None = None, **environment: str) -> str:
-    """Return the output of the code in a new process, with ``path`` first on its import path."""
-    paths = [str(path)] if path else []
-    settings = {**os.environ, **environment, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=settings, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    """Return the output of the code in a fork of a process that has imported torch, with ``path`` first on its import path."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "script.py")
+        script.write_text(f"import sys; sys.path[0] = {str(path or folder)!r}\n{code}")
+        status, out, err = warm.run(Path.cwd(), [str(script)], environment, modules=warm.ALONE)
+    assert status == 0, err
+    return out.strip()
 
 
 def test_a_broken_numba_is_reported_and_not_used(tmp_path: Path) -> None:

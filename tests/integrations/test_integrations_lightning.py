@@ -1,16 +1,16 @@
 """Lightning's callback records the same as an Inspector in a plain loop, and leaves the training unchanged."""
 
 import logging
-import os
 import pickle
-import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from torch import nn
 from trainers import LEARNING_RATE, hooks_on, loss_of, make_batches, make_net, same_weights, train_by_hand
 
@@ -23,7 +23,7 @@ lightning = pytest.importorskip("lightning")
 
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
-from mpinspect.integrations.lightning import InspectorCallback  # noqa: E402
+from mpinspect.integrations.lightning import InspectorCallback, _callback_class  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -272,43 +272,34 @@ def _old_init(self: Any) -> None:
     self.net, self.break_at = make_net(), -1
 
 
-def test_the_base_class_is_from_the_imported_lightning_package():
-    pytest.importorskip("pytorch_lightning")
-    code = (
-        "import pytorch_lightning, sys; from mpinspect.integrations.lightning import InspectorCallback;"
-        "print(issubclass(InspectorCallback, pytorch_lightning.Callback), 'lightning.pytorch' in sys.modules)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["True", "False"]
+def test_the_base_class_is_from_the_imported_lightning_package(monkeypatch):
+    stub = types.ModuleType("pytorch_lightning")
+    stub.Callback = type("Callback", (), {})
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", stub)
+    assert _callback_class() is lightning.pytorch.Callback
+    monkeypatch.delitem(sys.modules, "lightning.pytorch")
+    assert _callback_class() is stub.Callback
+    assert "lightning.pytorch" not in sys.modules
 
 
-@pytest.mark.slow
 def test_each_process_of_several_writes_to_its_own_directory(tmp_path):
     script = tmp_path / "two.py"
-    script.write_text(_TWO_PROCESSES)
-    path = os.pathsep.join(
-        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    )
-    ran = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path},
-        timeout=120,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("4 steps, 4 sampled") == 1
+    script.write_text(_TWO_PROCESSES.format(tests=str(Path(__file__).parent), beside=str(Path(__file__).parents[1])))
+    status, _, err = warm.run(tmp_path, [str(script)], modules=("lightning",))
+    assert status == 0, err
+    assert err.count("4 steps, 4 sampled") == 1
     for rank in ("rank0", "rank1"):
         assert Session.load(tmp_path / "log" / rank).progress.steps == 4
 
 
 _TWO_PROCESSES = """
+import sys
+sys.path[:0] = [{tests!r}, {beside!r}]
 import test_integrations_lightning as tests
 
 if __name__ == "__main__":
     callback = tests.InspectorCallback(log_dir="log")
-    tests.make_trainer(callback, devices=2, strategy="ddp_spawn").fit(tests.Module(), tests.loader())
+    tests.make_trainer(callback, devices=2, strategy="ddp_fork").fit(tests.Module(), tests.loader())
     try:
         callback.report()
     except RuntimeError as error:

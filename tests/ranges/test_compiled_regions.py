@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from trainings import take_step
+from trainings import plain_inductor, take_step
 
 import mpinspect
 from mpinspect import Inspector
@@ -138,11 +138,12 @@ WAYS = {
 }
 #: The step before which the inspector is attached; None: before the net is compiled.
 ATTACHED = {"before": None, "after": 0, "in the middle": 2}
-#: The common ways are attached at each moment, the others at one moment each.
+#: The common ways are attached at each moment, the others at one moment each; every other one samples every step.
 CELLS = [(name, attached) for name in ("whole", "fullgraph", "breaks", "regional") for attached in ATTACHED]
 CELLS += zip(
     ("in place", "parts wrapped", "nested", "forward", "function"), ("before", "in the middle", *ATTACHED), strict=True
 )
+CELLS = [(*cell, (1, EVERY)[number % 2]) for number, cell in enumerate(CELLS)]
 
 
 @dataclass
@@ -203,8 +204,7 @@ def _eager_counts(run: Run, steps: list[int], net: nn.Module | None = None) -> d
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
-@pytest.mark.parametrize("every", [1, EVERY])
-@pytest.mark.parametrize(("name", "attached"), CELLS)
+@pytest.mark.parametrize(("name", "attached", "every"), CELLS)
 def test_a_compiled_training_is_unchanged_by_default(name: str, attached: str, every: int) -> None:
     """The losses and graphs equal those without an inspector; a note names the modules with only weight gradients counted."""
     way, alone = WAYS[name], _alone(name)
@@ -222,8 +222,7 @@ def test_a_compiled_training_is_unchanged_by_default(name: str, attached: str, e
 
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
-@pytest.mark.parametrize("every", [1, EVERY])
-@pytest.mark.parametrize(("name", "attached"), [cell for cell in CELLS if cell[0] != "function"])
+@pytest.mark.parametrize(("name", "attached", "every"), [cell for cell in CELLS if cell[0] != "function"])
 def test_sampled_steps_run_eagerly(name: str, attached: str, every: int) -> None:
     """Their counts equal an uncompiled net's with the same weights; the other steps run the compiled graphs."""
     way, alone = WAYS[name], _alone(name)
@@ -251,16 +250,9 @@ def test_sampled_steps_run_eagerly(name: str, attached: str, every: int) -> None
 
 @pytest.mark.filterwarnings("ignore::mpinspect.MpinspectWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_steps_between_samples_run_inductors_graphs(mode: str | None) -> None:
-    import torch._inductor.config as inductor
-
-    compiled = Way(lambda net, backend: torch.compile(net, backend="inductor", mode=mode), net=Squashed)
-    # Worker processes and precompiled headers cost more time than these few kernels.
-    options = {"compile_threads": 1, "cpp.vec_isa_ok": False}
-    if hasattr(inductor, "cpp_cache_precompile_headers"):
-        options["cpp_cache_precompile_headers"] = False
-    with inductor.patch(options):
+def test_steps_between_samples_run_inductors_graphs() -> None:
+    compiled = Way(lambda net, backend: torch.compile(net, backend="inductor", mode="reduce-overhead"), net=Squashed)
+    with plain_inductor():
         alone = _train(compiled)
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         for attached in ATTACHED:

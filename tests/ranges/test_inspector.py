@@ -17,6 +17,7 @@ from trainings import take_step
 
 import mpinspect
 from mpinspect import Inspector, MpinspectWarning, Recorder, Session
+from mpinspect.commands import cli
 from mpinspect.ranges.capture.recording import EVENT_LIMIT, Recording
 from mpinspect.ranges.session import Event, RunInfo
 from mpinspect.ranges.windows.tensors import TensorKey
@@ -419,7 +420,7 @@ with mpinspect.Inspector(model, log_dir=sys.argv[1]) as inspector:
 """
 
 
-def test_kill_9_loses_at_most_the_last_interval(tmp_path: Path) -> None:
+def test_kill_9_loses_at_most_the_last_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = subprocess.Popen(
         [sys.executable, "-c", _ENDLESS_RUN, str(tmp_path / "run"), "40"], stdout=subprocess.PIPE, text=True
     )
@@ -430,14 +431,8 @@ def test_kill_9_loses_at_most_the_last_interval(tmp_path: Path) -> None:
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     run.stdout.close()
-    result = subprocess.run(
-        [sys.executable, "-m", "mpinspect", "report", str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "weight" in result.stdout
+    assert cli.main(["report", str(tmp_path / "run")]) == 0
+    assert "weight" in capsys.readouterr().out
     session = Session.load(tmp_path / "run")
     # An interval ended with step 40; later steps may be lost.
     assert session.progress.steps >= 40

@@ -148,7 +148,7 @@ class Kept:
             self.hand.weight.add_(1.0)
 
 
-def findings(after, dtype=BF16, steps=160, second=(1, 100), model=network):
+def findings(after, dtype=BF16, steps=120, second=(1, 100), model=network):
     model = model()
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.05)
     kept = Kept(model, dtype)
@@ -182,9 +182,9 @@ def test_an_average_whose_operators_together_round_its_change_away_is_named(afte
     assert "average.lerp_" in finding.code
 
 
-@pytest.mark.parametrize("after", ["summed", "summed_in_place", "counted"])
+@pytest.mark.parametrize("after", ["summed", "summed_in_place"])
 def test_a_sum_that_will_stop_within_the_run_is_a_warning(after):
-    finding = findings(after, steps=1200)["buffer-stops-changing"]
+    finding = findings(after, steps=400)["buffer-stops-changing"]
     # Some 2.3 a step: 100 steps make 230, and the sum stops at 256 terms.
     assert (finding.severity, finding.certainty) == ("warning", "inferred")
     assert 1 <= finding.evidence["stops_at"] / (256 * finding.evidence["term"]) < 2
@@ -196,7 +196,7 @@ def test_a_sum_that_will_stop_within_the_run_is_a_warning(after):
 
 
 def test_a_counter_that_is_exact_until_the_run_ends_is_not_reported():
-    assert "buffer-stops-changing" not in findings("counted", steps=160)
+    assert "buffer-stops-changing" not in findings("counted")
 
 
 def test_a_sum_stops_where_it_is_said_to():

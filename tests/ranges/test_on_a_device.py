@@ -1,6 +1,5 @@
 """mpinspect on an asynchronous device: a stand-in that counts blocking copies, and a GPU where there is one."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import stand_in_device
 import torch
+import warm
 from torch import nn
 from trainings import inspected, take_step
 
@@ -37,17 +37,15 @@ CHECKS = (*(f"never waits: {name}" for name in TRAININGS), "counts", "culprits",
 
 
 @pytest.fixture(scope="module")
-def printed() -> str:
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The output of all checks, in one process, since torch can rename this device type only once per process."""
     reason = stand_in_device.why_not()
     if reason:
         pytest.skip(reason)
     stand_in_device.built()
     script = Path(__file__).parents[1] / "trainings_on_a_device.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    return done.stdout + done.stderr
+    _, out, err = warm.run(tmp_path_factory.mktemp("device"), ["-W", "ignore", str(script)])
+    return out + err
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -180,6 +178,7 @@ def test_a_script_under_mpinspect_run(tmp_path: Path) -> None:
 
 _SCRIPT = """
 import torch
+import warm
 from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 1000)).cuda()

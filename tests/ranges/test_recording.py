@@ -3,14 +3,13 @@
 import os
 import re
 import resource
-import subprocess
-import sys
 import textwrap
 import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import launched
 import made_sessions as made
 import pytest
 
@@ -215,13 +214,9 @@ def train(first, last):
 """
 
 
-def ended_by(code: str, directory: Path) -> tuple[subprocess.CompletedProcess[str], s.Session]:
-    done = subprocess.run(
-        [sys.executable, "-c", RUN + textwrap.dedent(code), str(TESTS), str(directory)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def ended_by(code: str, directory: Path) -> tuple[launched.Ended, s.Session]:
+    launched.write(directory / "work", RUN + textwrap.dedent(code))
+    done = launched.bare(directory / "work", "train.py", str(TESTS), str(directory), forked=True)
     return done, read_session(directory)
 
 
@@ -232,21 +227,21 @@ def ended_by(code: str, directory: Path) -> tuple[subprocess.CompletedProcess[st
 )
 def test_records_are_written_however_the_interpreter_ends(end: str, status: int, tmp_path: Path) -> None:
     done, read = ended_by(f"train(0, 20)\nrecording.write()\n{end}", tmp_path)
-    assert done.returncode == status, done.stderr
+    assert done.status == status, done.err
     assert read.progress.steps == sum(window.sampled_steps for window in read.windows) == 20
     assert not read.notes
 
 
 def test_a_recording_can_be_closed_in_an_atexit_handler(tmp_path: Path) -> None:
     done, read = ended_by("import atexit\natexit.register(recording.close)\ntrain(0, 20)", tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.status, done.err) == (0, "")
     assert read.progress.ended
     assert sum(window.sampled_steps for window in read.windows) == 20
 
 
 def test_os_exit_right_after_close_loses_no_record(tmp_path: Path) -> None:
     done, read = ended_by("train(0, 20)\nrecording.close()\nos._exit(5)", tmp_path)
-    assert done.returncode == 5
+    assert done.status == 5
     assert read.progress.ended
     assert read.progress.steps == sum(window.sampled_steps for window in read.windows) == 20
 
@@ -268,7 +263,7 @@ def test_a_forked_child_does_not_write(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     assert read.progress.steps == sum(window.sampled_steps for window in read.windows) == 30
     assert not read.notes
 

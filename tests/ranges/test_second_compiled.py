@@ -9,6 +9,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
+from trainings import plain_inductor
 
 import mpinspect
 from mpinspect.ranges.faults.measure import repeats
@@ -136,7 +137,8 @@ def test_the_eager_form_is_computed_twice_and_nothing_changes(compiles):
 
 def test_inductor_trains_alike():
     inductor = partial(whole, backend="inductor")
-    plain, training = (Training(inductor).trained(second=second) for second in (False, [1]))
+    with plain_inductor():
+        plain, training = (Training(inductor).trained(second=second) for second in (False, [1]))
     assert training.losses == plain.losses
     assert training.compiled == plain.compiled
     for mine, plains in zip(training.model.state_dict().values(), plain.model.state_dict().values(), strict=True):
@@ -155,9 +157,10 @@ def test_an_infinity_that_inductor_avoids_is_not_reported():
         def forward(self, x):
             return self.fc(x).half() * 60000 + x
 
-    plain, training = (
-        Training(partial(whole, backend="inductor"), Halves).trained(second=second) for second in (False, [1])
-    )
+    with plain_inductor():
+        plain, training = (
+            Training(partial(whole, backend="inductor"), Halves).trained(second=second) for second in (False, [1])
+        )
     assert training.losses == plain.losses
     assert all(map(math.isfinite, training.losses))
     assert not [each for each in training.inspector.session().measurements if each.what == "second-born"]

@@ -224,7 +224,7 @@ def _sample(
     return Sample(key, row, tensor.numel(), dtype_name(tensor.dtype), narrow, scale)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=300)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=120)
 @given(steps=_steps())
 def test_windows_equal_samples_added_one_by_one(steps: list[_Step]) -> None:
     dropped: list[str] = []

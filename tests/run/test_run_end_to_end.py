@@ -1,9 +1,7 @@
 """Unmodified scripts have the same output and weights under plain Python and under ``mpinspect run``."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,25 @@ from mpinspect.ranges.windows.tensors import TensorKey
 EXAMPLES = Path(__file__).parents[2] / "examples"
 UNMODIFIED = EXAMPLES / "unmodified"
 INSPECTED = (sys.executable, "-m", "mpinspect", "run", "--log-dir", "log")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+TRANSFORMERS = ("transformers.models.gpt2.modeling_gpt2", "transformers.trainer")
+#: Forks into two ranks with the variables of torchrun, which test_run_processes starts.
+RANKS = """
+import os, runpy, socket, sys
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+for rank in "01":
+    if not os.fork():
+        os.environ.update(RANK=rank, LOCAL_RANK=rank)
+        del sys.argv[0]
+        if sys.argv[0] == "-m":
+            runpy._run_module_as_main(sys.argv[1], not sys.argv.pop(1))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        break
+else:
+    sys.exit(max(os.wait()[1] for _ in "01"))
+"""
 
 
 @dataclass(frozen=True)
@@ -55,29 +71,25 @@ class Ran:
         return Session.load(self.directory.joinpath("log", *path))
 
 
-def run(directory: Path, *command: str, forked: bool = False) -> Ran:
-    """Run a command in a new directory, optionally forked from a process that has imported torch."""
+def run(directory: Path, *command: str, modules: tuple[str, ...] = ()) -> Ran:
+    """Run a command in a new directory, forked from a process that has imported torch and ``modules``."""
     directory.mkdir()
     settings = {"OMP_NUM_THREADS": "1", "COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
-    if forked:
-        status, out, err = warm.run(directory, command[1:], settings)
-        return Ran(status, out.encode(), err, directory)
-    environment = {**os.environ, **warm.MEMORY, **settings}
-    ended = subprocess.run(command, cwd=directory, env=environment, capture_output=True, timeout=240)
-    return Ran(ended.returncode, ended.stdout, ended.stderr.decode(), directory)
+    status, out, err = warm.run(directory, command[1:], settings, modules=modules)
+    return Ran(status, out.encode(), err, directory)
 
 
-def run_bare(directory: Path, *command: str, forked: bool) -> Ran:
+def run_bare(directory: Path, *command: str, modules: tuple[str, ...] = ()) -> Ran:
     """Run the script without mpinspect; retry up to twice if torch aborts the exit.
 
     The threads of a DistributedDataParallel group survive destroy_process_group. If one frees a tensor during interpreter
     shutdown, the process aborts with "terminate called without an active exception", in about one run of a hundred
     (pytorch/pytorch#179291).
     """
-    ran = run(directory / "bare", *command, forked=forked)
+    ran = run(directory / "bare", *command, modules=modules)
     for again in ("bare_again", "bare_once_more"):
         if ran.code and "terminate called without an active exception" in ran.err:
-            ran = run(directory / again, *command, forked=forked)
+            ran = run(directory / again, *command, modules=modules)
     return ran
 
 
@@ -86,18 +98,13 @@ def both(
     script: Path,
     *arguments: str,
     options: tuple[str, ...] = (),
-    launcher: tuple[str, ...] = (),
-    forked: bool = True,
+    launcher: Path | None = None,
+    modules: tuple[str, ...] = (),
 ) -> tuple[Ran, Ran]:
-    """Run the script bare and inspected; assert equal exit statuses and stdout.
-
-    Args:
-        forked: fork the script, or its launcher, from a process that has imported torch. Tracebacks then show ``warm``.
-    """
-    name = str(script)
-    under = (*launcher, "--no-python") if launcher else ()
-    bare = run_bare(directory, *(launcher or (sys.executable,)), name, *arguments, forked=forked)
-    inspected = run(directory / "inspected", *under, *INSPECTED, *options, name, *arguments, forked=forked)
+    """Run the script bare and inspected; assert equal exit statuses and stdout."""
+    words, first = (str(script), *arguments), () if launcher is None else (str(launcher),)
+    bare = run_bare(directory, sys.executable, *first, *words, modules=modules)
+    inspected = run(directory / "inspected", sys.executable, *first, *INSPECTED[1:], *options, *words, modules=modules)
     assert inspected.code == bare.code, inspected.err
     assert inspected.out == bare.out
     return bare, inspected
@@ -113,9 +120,7 @@ def check(bare: Ran, inspected: Ran, *layers: str) -> None:
 
 
 def test_a_plain_loop(tmp_path):
-    bare, inspected = both(
-        tmp_path, UNMODIFIED / "digits_mlp.py", "--epochs", "2", "--save", "weights.pt", forked=False
-    )
+    bare, inspected = both(tmp_path, UNMODIFIED / "digits_mlp.py", "--epochs", "2", "--save", "weights.pt")
     check(bare, inspected, "encoder.0.weight", "head.bias", "encoder.2")
     session = inspected.session("DigitsMLP")
     # 30 batches per epoch. The first ten steps are sampled, then every tenth. Evaluation does not count as steps.
@@ -145,7 +150,7 @@ def test_shapes_and_kernels_of_the_steps_that_ran(tmp_path):
 
 
 def test_a_model_that_needs_a_loss_scale(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "words.py", "--steps", "60", "--save", "weights.pt")
+    bare, inspected = both(tmp_path, UNMODIFIED / "words.py", "--steps", "40", "--save", "weights.pt")
     check(bare, inspected, "embedding.weight", "output")
     advice = analyse(inspected.session("WordModel")).loss_scale
     assert advice.needed
@@ -185,7 +190,7 @@ def test_accumulation_under_a_grad_scaler(tmp_path):
 def test_the_transformers_trainer(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    bare, inspected = both(tmp_path, UNMODIFIED / "gpt2_trainer.py", "--save", "weights.pt")
+    bare, inspected = both(tmp_path, UNMODIFIED / "gpt2_trainer.py", "--save", "weights.pt", modules=TRANSFORMERS)
     check(bare, inspected, "transformer.h.0.attn.c_attn.weight", "transformer.wte.weight", "transformer.h.1.ln_1")
     session = inspected.session("GPT2LMHeadModel")
     assert (session.progress.steps, session.progress.backwards) == (20, 40)
@@ -194,15 +199,16 @@ def test_the_transformers_trainer(tmp_path):
 @pytest.mark.slow
 def test_a_lightning_module(tmp_path):
     pytest.importorskip("lightning")
-    bare, inspected = both(tmp_path, UNMODIFIED / "lightning_module.py", "--save", "weights.pt")
+    bare, inspected = both(tmp_path, UNMODIFIED / "lightning_module.py", "--save", "weights.pt", modules=("lightning",))
     check(bare, inspected, "net.0.weight", "net.2.bias")
     session = inspected.session("DigitsModule")
     assert (session.progress.steps, session.progress.backwards) == (30, 60)
 
 
-@pytest.mark.slow
-def test_ranks_of_torchrun(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "ddp.py", "--save", "weights.pt", launcher=TORCHRUN)
+def test_ranks_of_a_distributed_training(tmp_path):
+    launcher = tmp_path / "ranks.py"
+    launcher.write_text(RANKS)
+    bare, inspected = both(tmp_path, UNMODIFIED / "ddp.py", "--save", "weights.pt", launcher=launcher)
     check(bare, inspected, "0.weight", "2.bias")
     for rank in ("rank0", "rank1"):
         session = inspected.session(rank, "network")
@@ -215,14 +221,29 @@ def test_ranks_of_torchrun(tmp_path):
 
 @pytest.mark.slow
 def test_processes_that_the_script_spawns(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "spawn.py", "--save", "weights.pt")
-    assert bare.code == 0
+    """The bare script forks its processes instead, which import nothing again and compute the same."""
+    script = (UNMODIFIED / "spawn.py").read_text("utf-8")
+    forks = tmp_path / "forks.py"
+    script = script.replace("multiprocessing.spawn(", "multiprocessing.start_processes(")
+    forks.write_text(script.replace("nprocs=", 'start_method="fork", nprocs='))
+    bare = run_bare(tmp_path, sys.executable, str(forks), "--save", "weights.pt")
+    inspected = run(tmp_path / "inspected", *INSPECTED, str(UNMODIFIED / "spawn.py"), "--save", "weights.pt")
+    assert (inspected.code, inspected.out) == (bare.code, bare.out) == (0, inspected.out), inspected.err
     assert equal(inspected.weights, bare.weights)
     sessions = [
         Session.load(path.parent) for path in (inspected.directory / "log").glob("*/Regressor/session.mpinspect")
     ]
     assert [session.progress.steps for session in sessions] == [20, 20]
+    log = inspected.directory / "log"
+    for number in range(2):
+        assert json.loads((log / f"process-{number}" / "run.json").read_text())["models"][0]["name"] == "Regressor"
+    assert (
+        "2 processes were spawned and watched: each that trained has a directory of its own (process-0, ...)"
+        in json.loads((log / "run.json").read_text())["saw"]
+    )
     assert "2 processes were spawned" in " ".join(inspected.err.split())
+    # The first process reports for all.
+    assert inspected.err.count("\nComputes in FP32: ") == 1
 
 
 def test_a_gradient_that_breaks_is_named_while_it_happens(tmp_path):
@@ -241,11 +262,15 @@ def test_a_gradient_that_breaks_is_named_while_it_happens(tmp_path):
 
 
 def test_an_exception_ends_the_script_as_without_mpinspect(tmp_path):
-    bare, inspected = both(tmp_path, UNMODIFIED / "breaks.py", "--raise", forked=False)
+    bare, inspected = both(tmp_path, UNMODIFIED / "breaks.py", "--raise")
     assert bare.code == 1
-    assert bare.err.startswith("Traceback")
-    assert bare.err in inspected.err
-    assert "blocks.1" in inspected.err.split(bare.err)[1]
+    # The fork's frames come first.
+    first, _, rest = bare.err.partition(f'  File "{UNMODIFIED / "breaks.py"}", ')
+    assert first.startswith("Traceback (most recent call last):\n")
+    _, found, after = inspected.err.partition(bare.err.removeprefix(first))
+    assert rest
+    assert found
+    assert "blocks.1" in after
 
 
 # -- this repository's examples, without their Inspector --------------------------------------------------------------------
@@ -289,7 +314,8 @@ def without_inspector(script: Path) -> str:
 def test_examples_with_the_inspector_taken_out(name, steps, part, layers, tmp_path):
     script = tmp_path / f"{name}.py"
     script.write_text(without_inspector(EXAMPLES / f"{name}.py"))
-    bare, inspected = both(tmp_path, script, f"--steps={steps}")
+    modules = TRANSFORMERS if name == "transformers_gpt2" else ()
+    bare, inspected = both(tmp_path, script, f"--steps={steps}", modules=modules)
     assert bare.code == 0, bare.err
     assert bare.out.count(b"[") == (2 if name == "talk_network" else 1)
     assert set(layers) <= inspected.layers, inspected.err
@@ -300,7 +326,7 @@ def test_examples_with_the_inspector_taken_out(name, steps, part, layers, tmp_pa
 def test_a_script_with_an_inspector_of_its_own(tmp_path):
     """Both inspectors observe one model, and the script's own report on stdout is unchanged."""
     pytest.importorskip("accelerate")
-    bare, inspected = both(tmp_path, EXAMPLES / "accelerate_loop.py", "--steps=6")
+    bare, inspected = both(tmp_path, EXAMPLES / "accelerate_loop.py", "--steps=6", modules=TRANSFORMERS)
     assert bare.code == 0
     assert b"6 steps, 6 sampled" in inspected.out
     assert not re.search("Traceback|Exception ignored|mpinspect failed", inspected.err), inspected.err

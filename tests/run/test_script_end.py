@@ -36,7 +36,6 @@ _ENDS = {
     "the inspector is dropped": "model, optimizer, _ = train(); del _",
     "it all was a function's": "train()",
     "it was somebody's reference cycle": "loop = [train()]; loop.append(loop); del loop",
-    "sys.exit": "everything = train(); sys.exit(0)",
     "a forked child ends first": """
 everything = train()
 child = os.fork()
@@ -48,7 +47,7 @@ os.waitpid(child, 0)
 
 
 def _run(tmp_path: Path, code: str, *, warnings: str = "error", forked: bool = True) -> launched.Ended:
-    """Run in a process with a normal interpreter shutdown. ``forked``: from a process that has imported torch."""
+    """Run with a normal interpreter shutdown; ``forked`` from a process that has imported torch."""
     launched.write(tmp_path, _TRAINS + code)
     return launched.run(tmp_path, [sys.executable, "-W", warnings, "train.py", str(tmp_path / "run")], forked=forked)
 
