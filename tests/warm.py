@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -180,6 +181,9 @@ def serve(connection: int, modules: Sequence[str]) -> None:
 def _begin(folder: str, words: Sequence[str], env: Mapping[str, str], streams: str) -> None:
     os.chdir(folder)
     os.environ.update(env)
+    if lines := sys.modules.get("mpinspect.runtime.user_line"):
+        # A process of the script's own would import it now, after the script was written.
+        lines._STARTED = time.time()  # type: ignore[attr-defined]
     for number, (name, flags) in enumerate(_STREAMS):
         stream = os.open(Path(streams, name), flags)
         os.dup2(stream, number)
