@@ -595,6 +595,8 @@ def test_objects_that_must_not_be_touched(tmp_path):
     assert touched == []
     assert len(kept) == 2
     assert (run.names, run.steps()) == (["Shy"], 3)
+    # Its configuration can't be asked for, and the modes of the step that was recorded are gone.
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 @pytest.mark.parametrize("trained", [False, True], ids=["armed", "attached"])

@@ -270,9 +270,12 @@ class OneStep(Guarded):
         recorded, self._recorded = self._recorded, None
         if recorded is None:
             return
-        matmuls = recorded.products.end(stopped)
-        records, left_out = recorded.twice.end()
-        self._leave(recorded)
+        try:
+            matmuls = recorded.products.end(stopped)
+            records, left_out = recorded.twice.end()
+        finally:
+            # A mode that stayed would see the rest of the run.
+            self._leave(recorded)
         if self._is_again:
             self._choice.ends(records, self._models.broken_phase())
         elif not self._is_compiled and (self._is_lint_asked or not stopped):

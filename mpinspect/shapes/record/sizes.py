@@ -12,7 +12,7 @@ import io
 import logging
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
 import torch
@@ -114,7 +114,10 @@ def _determined(
     model: torch.nn.Module, places: dict[_Place, int], odd: Collection[int]
 ) -> Iterator[tuple[tuple[str, str], int]]:
     """Yield (a module's path, a setting's name) and the module's size that follows the setting."""
-    config = getattr(model, "config", None)
+    config = None
+    # A model's own __getattr__ may raise any exception.
+    with suppress(Exception):
+        config = getattr(model, "config", None)
     wanted = {value for value in places.values() if value in odd}
     settings = [(name, keys, value) for name, keys, value in _integers(config, "config", (), 0) if value in wanted]
     if not settings or not _takes_its_config(type(model)):
