@@ -104,9 +104,10 @@ class Inspector:
         second: compute an early step, steps 30, 100, 1,000 and 10,000, up to eight after an infinite or NaN forward, and two
             with a validation or with writes to frozen weights, if these come regularly, a second time in FP32 (as
             ``second_opinion`` does; compiled code in its eager form), and follow the loss scale in uncompiled ones; or the
-            numbers of the chosen steps, from 0. The training's own numbers stay. Such a step takes some ten times as long, waits
-            for the device, and copies its 16-bit tensors in FP32, up to 2 GiB of them; after 20 s the rest is left out.
-            ``max_overhead`` does not include it. Attach the inspector on the thread that trains, before anything is compiled.
+            numbers of the chosen steps, from 0. The training's own numbers stay. Such a step takes three to four times as long on
+            a CPU, waits for the device, and copies its 16-bit tensors in FP32, up to 2 GiB of them; after 20 s the rest is left
+            out. ``max_overhead`` does not include it. Attach the inspector on the thread that trains, before anything is
+            compiled.
             CUDA graphs, several ranks and tensors of other classes are left out, with a note, and so are loops without an
             optimizer of torch.
         tracker: logs a few scalars (``ranges/report/scalars.py``) every second or more, and the report's page at the end:

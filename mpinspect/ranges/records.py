@@ -797,7 +797,7 @@ MOSTLY_ERROR = 0.3
 
 
 class AmplifiedError(Record, kind="second-amplified"):
-    """An operator whose result is mostly the error of its inputs; or, with a smaller error, the one that raised it most.
+    """An operator whose result is mostly the error of its inputs; or, with a smaller error, the one that enlarged it most.
 
     The names from the fifth on are the operator, line, module and dtype of the rounding that made most of that error, if any did.
 

@@ -113,6 +113,25 @@ def test_the_line_stays_one_line_of_the_code():
     assert code.splitlines()[0] == r"# a\nb.py:7: x = '\x1b\u2028'"
 
 
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        ("gap = times[1:] - times[:-1]", "gap = (times[1:] - times[:-1]).float()"),
+        ("gap = times.diff(dim=1)", "gap = times.diff(dim=1).float()"),
+        # A cast in the line would come before the subtraction.
+        ("gap = times.float().diff(dim=1)", "difference = (x - y).float()"),
+        ("return later - now", "difference = (x - y).float()"),
+        ("gap = later - (", "difference = (x - y).float()"),
+    ],
+)
+def test_a_difference_of_large_numbers_is_cast_in_the_scripts_own_line(source, code):
+    large = AmplifiedError(
+        step=1, names=PLACE, text="float32", before=0.0, after=1.0, largest=1.7e9, unit=128.0, typical=128.0
+    )
+    session = session_of({weight("w"): FINE}, measurements=[replace(large.measurement(), sources={PLACE[1]: source})])
+    assert analyse(session).findings[0].code.splitlines()[-1] == code
+
+
 def test_both_lines_of_an_error_are_shown_in_the_order_of_the_computation():
     names = ("sub", "train.py:9", "forward", "w", "add", "train.py:5", "value", "bfloat16")
     record = AmplifiedError(step=1, names=names, text="bfloat16", before=0.01, after=2.0, gradients_error=0.5)
@@ -124,7 +143,7 @@ def test_both_lines_of_an_error_are_shown_in_the_order_of_the_computation():
     ]
 
 
-def test_an_operator_that_raises_an_error_which_makes_the_gradients_useless_is_a_warning():
+def test_an_operator_that_enlarges_an_error_which_makes_the_gradients_useless_is_a_warning():
     names = ("exp", "ssm.py:25", "forward", "out.bias", "cumsum", "ssm.py:23", "", "bfloat16")
     raised = AmplifiedError(step=101, names=names, text="bfloat16", before=0.004, after=0.132, gradients_error=4.6)
     found = findings(raised)["result-is-rounding-error"]

@@ -99,7 +99,8 @@ _PARTS = {
     "batch-not-finite": "the batch",
     **dict.fromkeys(("gradients-all-zero", "weights-stand-still"), "all weights"),
     **dict.fromkeys(("epsilon-zero", "moments-cannot-decay", "moments-flushed", "weight-decay-lost"), _OPTIMIZER),
-    **dict.fromkeys(("masters-overwritten", "masters-stale"), "the master weights"),
+    "masters-overwritten": "the FP32 weights",
+    "masters-stale": "the master weights",
     "nothing-converted": "the conversion",
 }
 

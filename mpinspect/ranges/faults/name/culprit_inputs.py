@@ -624,7 +624,8 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     """Weights that had exploded before the first infinity.
 
     False alarms: A norm that grows to 16 times its first value is no fault if the weights begin near zero (LoRA's B, a
-    zero-initialised head): it is reported only if something also became infinite or the training diverged.
+    zero-initialised head): it is reported only if something also became infinite or the training diverged. If a scaler skipped
+    all such steps, most weights must have grown.
     """
     grown = list(case.recorded(WeightGrowth))
     broken = [event for event in case.events if not event.gradients_finite and not event.skipped]

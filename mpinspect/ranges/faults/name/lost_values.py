@@ -342,12 +342,12 @@ class _Left(Sentences):
         "leaves mostly that error: its {inputs} off by {before:percent}, its result is off by {off}."
     )
     ERROR_IS_RAISED = (
-        "In step {measured}, in {place}, {operator} raises an error {times:.0f} times: its {inputs} off by {before:percent}, its "
-        "result is off by {off}."
+        "In step {measured}, in {place}, {operator} makes an error {times:.0f} times as large: its {inputs} off by "
+        "{before:percent}, its result is off by {off}."
     )
     RAISES_EARLIER = (
         "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
-        "raises that error {times:.0f} times: its {inputs} off by {before:percent}, its result is off by {off}."
+        "makes that error {times:.0f} times as large: its {inputs} off by {before:percent}, its result is off by {off}."
     )
     LARGE_NUMBERS = (
         "In step {step}, in {place}, numbers up to {largest:.4g} in {dtype:format} are subtracted from each other, where "
@@ -372,7 +372,8 @@ class _Left(Sentences):
 
 def _rounding_error_left(case: Case) -> Iterator[Found]:
     """An operator whose result is mostly the rounding error of its inputs: a difference that cancels, a sine of a large number, a
-    difference of whole numbers that FP32 can't represent, such as Unix times.
+    difference of whole numbers that FP32 can't represent, such as Unix times. Or the operator that enlarged an error most, if the
+    gradients are off by as much as their size and nothing else explains it.
 
     False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it,
     unless it is a difference in 16 bits in code outside of modules, as of a loss. Of numbers beyond 2^24 in FP32 it is inferred:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from mpinspect.numeric.recipes import recipe_of
@@ -121,7 +121,7 @@ def _narrow_head(case: Case) -> Iterator[Found]:
 
     False alarms: Some trainings keep their quality with a head in FP8.
     """
-    return (_keep_wide(_Wide.HEAD, [layer], case) for layer in _narrow_heads(case))
+    return (_keep_wide(_Wide.HEAD, [layer], case) for layer in _narrow(case, _is_head))
 
 
 def _narrow_router(case: Case) -> Iterator[Found]:
@@ -129,24 +129,26 @@ def _narrow_router(case: Case) -> Iterator[Found]:
 
     False alarms: A layer that is named router or gate and chooses no experts is reported.
     """
-    routers = _narrow_routers(case)
-    if routers:
+    if routers := _narrow(case, _is_router):
         yield _keep_wide(_Wide.ROUTER, routers, case)
 
 
-def _narrow_heads(case: Case) -> list[ConvertedLayer]:
-    narrow = (layer for layer in ledger(case.precision) if layer.is_narrow)
-    return [layer for layer in narrow if layer.record.is_head or is_named_head(layer.module)]
+def _is_head(layer: ConvertedLayer) -> bool:
+    return layer.record.is_head or is_named_head(layer.module)
 
 
-def _narrow_routers(case: Case) -> list[ConvertedLayer]:
-    return [layer for layer in ledger(case.precision) if layer.is_narrow and is_named_router(layer.module)]
+def _is_router(layer: ConvertedLayer) -> bool:
+    return is_named_router(layer.module)
+
+
+def _narrow(case: Case, is_kind: Callable[[ConvertedLayer], bool]) -> list[ConvertedLayer]:
+    return [layer for layer in ledger(case.precision) if layer.is_narrow and is_kind(layer)]
 
 
 def _keep_wide(says: _Wide, layers: Sequence[ConvertedLayer], case: Case) -> Found:
     """Return the occurrence in these layers; its change leaves out all heads and routers, since a model is converted once."""
     names = [layer.module for layer in layers]
-    both = dict.fromkeys(layer.module for layer in (*_narrow_routers(case), *_narrow_heads(case)))
+    both = dict.fromkeys(layer.module for layer in (*_narrow(case, _is_router), *_narrow(case, _is_head)))
     keep = ", ".join(map(quoted, list(both)[:MOST_LAYERS_LISTED]))
     recipe, kept = products_named(layers[0].products), modules_named(both)
     return _of(names, says, _Wide.LEAVE_OUT, _Wide.CODE, name=names[0], recipe=recipe, kept=kept, keep=f"{{{keep}}}")

@@ -61,9 +61,8 @@ def with_own_names(code: str, source: str, operator: str) -> str:
         source: the text of the line.
         operator: its name in torch.
     """
-    try:
-        (statement,) = ast.parse(source).body
-    except (SyntaxError, ValueError):
+    statement = _statement(source)
+    if statement is None:
         return code
     uses = [use for node in ast.walk(statement) for use in _used(node, operator.strip("_"))]
     if len(uses) != 1 or not _RESULT.search(code):
@@ -80,14 +79,20 @@ def with_own_names(code: str, source: str, operator: str) -> str:
 
 def with_cast(source: str) -> str:
     """Return an assignment with its value cast to FP32; "" if the line is none, or has a cast of its own."""
-    try:
-        (statement,) = ast.parse(source).body
-    except (SyntaxError, ValueError):
-        return ""
+    statement = _statement(source)
     if not isinstance(statement, ast.Assign) or _CASTS.search(value := ast.unparse(statement.value)):
         return ""
     whole = isinstance(statement.value, ast.Call | ast.Subscript | ast.Attribute)
     return f"{ast.unparse(statement.targets[0])} = {value if whole else f'({value})'}.float()"
+
+
+def _statement(source: str) -> ast.stmt | None:
+    """Return the only statement of a line; None if the line is no statement."""
+    try:
+        (statement,) = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return None
+    return statement
 
 
 def _used(node: ast.AST, operator: str) -> Iterator[_Use]:

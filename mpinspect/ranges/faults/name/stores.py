@@ -463,7 +463,7 @@ class _Masters(Sentences):
     )
     BY_CONVERSION = (
         "After step {step}{again} the FP32 weights of {modules} were converted to {dtype:format} and back, as for an evaluation: "
-        ".bfloat16(), .half() and .to(dtype) convert the module itself, and the updates that are smaller are lost."
+        ".bfloat16(), .half() and .to(dtype) convert the module itself. Updates too small for {dtype:format} are lost."
     )
     EVALUATE = "Evaluate under autocast, or convert a copy of the model."
     DEEPCOPY = "evaluated = copy.deepcopy(model)\nevaluated.to(torch.{dtype})"
@@ -491,7 +491,8 @@ class _Masters(Sentences):
 
 
 def _masters_overwritten(case: Case) -> Iterator[Found]:
-    """FP32 masters that are set to the 16-bit weights again, or FP32 weights to a 16-bit copy, as after an evaluation.
+    """FP32 masters that are set to the 16-bit weights again; FP32 weights that a 16-bit copy overwrites, or that are converted to
+    16 bits and back, as for an evaluation.
 
     False alarms: A loop that loads other weights on purpose, and sets the masters to them, is reported if it does so between two
     measured steps. That a copy overwrote FP32 weights is concluded from their values; a single time is information.
