@@ -108,18 +108,19 @@ def run(script: str, runs: str | None = None) -> Told:
 def page(told: dict[str, Told], before: str) -> str:
     """Return the page of the diagnoses: each with its condition, its finding on a script of the gallery, and its fix.
 
-    A section is taken from ``before``, the present page, if one of its scripts did not run.
+    A diagnosis keeps the examples of ``before``, the present page, if one of its scripts did not run.
     """
     sections = {part.split("\n", 1)[0]: part for part in before.split("\n## ")}
     parts = [_PAGE_HEAD]
     for diagnosis in registry.DIAGNOSES:
         shown = [fault for fault in FAULTS if fault.id == diagnosis.id]
-        if diagnosis.id in sections and not all(fault.script in told for fault in shown):
-            parts.append(f"## {sections[diagnosis.id]}")
-            continue
         parts += [f"## {diagnosis.id}\n", f"{diagnosis.about}\n"]
-        parts += [_example(fault, told[fault.script]) for fault in shown if fault.script in told]
-        parts.append(f"**False alarms.** {diagnosis.false_alarms}\n")
+        if diagnosis.id in sections and not all(fault.script in told for fault in shown):
+            examples = sections[diagnosis.id].split("\n\n", 2)[2]
+            parts.append(examples.rsplit(_FALSE_ALARMS, 1)[0].rstrip("\n") + "\n")
+        else:
+            parts += [_example(fault, told[fault.script]) for fault in shown if fault.script in told]
+        parts.append(f"{_FALSE_ALARMS} {diagnosis.false_alarms}\n")
     return "\n".join(parts)
 
 
@@ -141,6 +142,7 @@ def _inferred(finding: dict[str, object]) -> str:
     return "" if finding["certainty"] == "measured" else " (inferred)"
 
 
+_FALSE_ALARMS = "**False alarms.**"
 _PAGE_HEAD = """# Diagnoses
 
 Findings of the ranges that name a cause. One function makes each, from the record of a run; if the record does not show the
