@@ -123,19 +123,22 @@ class _Batch(Sentences):
         "Look at these samples and their preprocessing. Repair them or leave their losses out: every rank needs its "
         "backward."
     )
-    GOOD = (
+
+
+class _LeftOut(Sentences):
+    SAMPLES = (
         "# before {at_forward}\n"
-        "good = torch.isfinite({bad})\n"
+        "good = {good}\n"
         "good = good.reshape(len({bad}), -1).all(1)\n"
         "if not good.any():\n"
         "    continue\n"
         "batch, target = batch[good], target[good]"
     )
-    GOOD_ON_EACH_RANK = (
-        "good = torch.isfinite({bad})\n"
+    LOSSES = (
+        "good = {good}\n"
         "good = good.reshape(len({bad}), -1).all(1)\n"
         "# no rank may leave out a backward\n"
-        "{bad} = {bad}.nan_to_num(0.0, 0.0, 0.0)\n"
+        "{bad}[~good] = 0\n"
         '# of a loss made with reduction="none"\n'
         "losses = loss_fn(model(batch), target)\n"
         "count = good.sum().clamp_min(1)\n"
@@ -158,14 +161,14 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
             # Another rank may have made it first and sent it to this one.
             continue
         further = len({each.step for each in case.events if each.given} - {measured.step})
-        is_alone = case.session.info.world_size == 1
+        is_alone, bad = case.session.info.world_size == 1, ("batch", "target")[of_targets]
         yield _examined(
             case,
             measured,
             [_Batch.TARGETS.when(of_targets) or _Batch.BATCH, None if of_targets else _others(further, case)],
             _Batch.LOOK.when(is_alone) or _Batch.LOOK_ON_EACH_RANK,
-            _Batch.GOOD.when(is_alone) or _Batch.GOOD_ON_EACH_RANK,
-            {"further": further, "bad": ("batch", "target")[of_targets]},
+            _LeftOut.SAMPLES.when(is_alone) or _LeftOut.LOSSES,
+            {"further": further, "bad": bad, "good": f"torch.isfinite({bad})"},
             layer="",
             is_mild=event is None,
             is_inferred=isinstance(measured, ExaminedDifference),
@@ -203,13 +206,9 @@ class _Outliers(Sentences):
         "Leave out such samples before they reach the model. To keep them, standardise or clamp the model's input. No loss scale "
         "repairs a forward."
     )
-    GOOD = (
-        "# before {at_forward}\n"
-        "good = batch.abs() < 65504\n"
-        "good = good.reshape(len(batch), -1).all(1)\n"
-        "if not good.any():\n"
-        "    continue\n"
-        "batch, target = batch[good], target[good]"
+    LEAVE_LOSSES_OUT = (
+        "Standardise or clamp the model's input, or leave the losses of such samples out: every rank needs its backward. No loss "
+        "scale repairs a forward."
     )
 
 
@@ -223,15 +222,22 @@ def _batch_beyond_float16(case: Case) -> Iterator[Found]:
     for measured in case.recorded(ExaminedOutliers):
         event = _event_at(case, measured.step)
         is_cast = event is not None and (event.phase, event.module) == ("forward", measured.name)
+        is_alone = case.session.info.world_size == 1
         if event is None or not is_cast or event.after or event.given or event.dtype != FLOAT16.name:
             continue
         yield _examined(
             case,
             measured,
             [_Outliers.BEYOND, _Outliers.AGAIN.when(further)],
-            _Outliers.LEAVE_OUT,
-            _Outliers.GOOD,
-            {"module": module_named(measured.name), "largest": measured.largest, "further": further},
+            _Outliers.LEAVE_OUT.when(is_alone) or _Outliers.LEAVE_LOSSES_OUT,
+            _LeftOut.SAMPLES.when(is_alone) or _LeftOut.LOSSES,
+            {
+                "module": module_named(measured.name),
+                "largest": measured.largest,
+                "further": further,
+                "bad": "batch",
+                "good": "batch.abs() < 65504",
+            },
             is_mild=bool(event.skipped) and len(broken) <= _RARE * case.progress.steps,
         )
         return
@@ -719,12 +725,14 @@ def _at_rate(rate: float | None, initial: float | None, group: float | None) -> 
 
 
 FAULTS = (
-    Fault("batch-not-finite", "error", _batch_not_finite, (_Batch, _Aftermath), (*_EVENT, "breaks-in-fp32-too")),
+    Fault(
+        "batch-not-finite", "error", _batch_not_finite, (_Batch, _LeftOut, _Aftermath), (*_EVENT, "breaks-in-fp32-too")
+    ),
     Fault(
         "batch-beyond-float16",
         "error",
         _batch_beyond_float16,
-        (_Outliers, _Aftermath),
+        (_Outliers, _LeftOut, _Aftermath),
         _EVENT,
         explains_from="warning",
     ),

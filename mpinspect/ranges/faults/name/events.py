@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, SHORTEST_GROWTH_INTERVAL
 from mpinspect.ranges.analysis.evidence import survived
-from mpinspect.ranges.analysis.report import LossScaleAdvice
 from mpinspect.ranges.faults.name.case import Case, LayerInFP32
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, InVain, loss_made_by, period, where_to_inspect
@@ -260,6 +259,7 @@ class _Backward(Sentences):
     ONE_OF_BOTH = "The scaler or the loop discarded {all}."
 
     SMALLER_SCALE = "Take a smaller loss scale; torch.amp.GradScaler, which skips such steps, finds one by itself."
+    BEGIN_LOWER = "Let the scaler begin at a smaller loss scale{fell_to}."
     GROW_LATER = "Let the scaler grow after more steps: its default is growth_interval={default_interval}."
     NO_SCALE = "Train without a loss scale (1): none is needed."
     TAKE_SCALE = "Take a loss scale of {recommended:.17g}, or begin with it in a scaler that skips such steps."
@@ -289,6 +289,7 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
     severity, outcome, fix = _outcome(events, case, skipped, count)
     interval, largest = _short_interval(session), max(first.last_maxima, default=0.0)
     lowest = _lowest_scale(events)
+    lowest_left = min((change.scale for change in session.progress.scales if change.scale), default=math.inf)
     is_never = session.progress.weights_moved is False and session.progress.backwards
     return Found(
         (
@@ -313,6 +314,7 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
             "interval": interval and int(interval),
             "default_interval": LONGEST_GROWTH_INTERVAL,
             "recommended": case.advised.advice.recommended,
+            "fell_to": filled(", such as {:.15g}, to which it fell", lowest_left if lowest_left < lowest else None),
         },
         fix,
         layer=first.module,
@@ -338,7 +340,7 @@ def _outcome(
     if _lowest_scale(events) <= LOWEST_USEFUL_SCALE:
         return "warning", (_Backward.SKIPPED,), (_Backward.LOOK,)
     if _keeps_skipping(sorted({event.step for event in events}), skipped, session):
-        fix = _Backward.GROW_LATER.when(_short_interval(session)) or _take(case.advised.advice)
+        fix = _Backward.GROW_LATER.when(_short_interval(session)) or _take(case)
         return "warning", (_Backward.SKIPS_TOO_OFTEN,), (fix,)
     return "info", (_discarded(events),), ()
 
@@ -376,7 +378,7 @@ def _remedy(events: Sequence[Event], case: Case) -> _Backward:
     """Return advice for non-finite gradients; names the loss scale only if the scale caused them."""
     first = _earliest(events)
     if _scale_too_high(first, events):
-        return _take(case.advised.advice)
+        return _take(case)
     if first.what == WEIGHT_GRADIENT and case.progress.hides(first.module):
         return _Backward.SEARCH_COMPILED
     return _Backward.LOOK
@@ -402,11 +404,12 @@ def _scale_too_high(first: Event, events: Sequence[Event]) -> _Backward | None:
     return _Backward.FACTOR_TOO_HIGH
 
 
-def _take(advice: LossScaleAdvice) -> _Backward:
+def _take(case: Case) -> _Backward:
     """Return the advice on which loss scale to use."""
+    advice = case.advised.advice
     if advice.recommended is None or (advice.needed is False and not advice.all_finite):
         # Where gradients overflowed, the finite ones alone do not show that scale 1 holds.
-        return _Backward.SMALLER_SCALE
+        return _Backward.BEGIN_LOWER.when(case.scalers) or _Backward.SMALLER_SCALE
     return _Backward.NO_SCALE.when(advice.needed is False) or _Backward.TAKE_SCALE
 
 
