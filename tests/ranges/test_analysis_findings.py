@@ -16,7 +16,16 @@ from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.kinds import ACTIVATION, KINDS, UPDATE, WEIGHT
 from mpinspect.ranges.records import UpdateEffect
-from mpinspect.ranges.session import Event, Measurement, OptimizerRecord, Precision, Progress, ScaleChange, Session
+from mpinspect.ranges.session import (
+    Event,
+    Measurement,
+    OptimizerRecord,
+    Precision,
+    Progress,
+    ScaleChange,
+    ScalerRecord,
+    Session,
+)
 from mpinspect.ranges.windows.tensors import LostUpdates, TensorInfo, TensorKey, TensorWindow
 from mpinspect.ranges.windows.window import Window
 from mpinspect.reporting.finding import SEVERITIES
@@ -329,6 +338,21 @@ def test_skips_at_the_start_of_a_dynamic_scaler_are_an_info_finding():
 
 def test_frequent_skips_are_a_warning():
     assert found(steps_with([event(step) for step in range(5, 100, 7)]), "non-finite-event").severity == "warning"
+
+
+@pytest.mark.parametrize(
+    ("has_scaler", "fix"), [(True, "begin at a smaller loss scale, such as 8,"), (False, "GradScaler")]
+)
+def test_a_run_with_a_scaler_is_told_where_to_begin_and_not_to_take_a_scaler(has_scaler, fix):
+    scales = tuple(ScaleChange(step, 2.0 ** (16 - index)) for index, step in enumerate(range(20, 34)))
+    events = tuple(event(change.step, value="nan", loss_scale=change.scale) for change in scales[:-1])
+    precision = Precision(scalers=(ScalerRecord("GradScaler", True, 2.0**16, 2000),) if has_scaler else ())
+    progress = Progress(100, 100, len(events), 100, True, scales=scales)
+    counts = ExponentHistogram.from_counts([1000], -10, infs=3)
+    session = session_of({weight("w"): counts}, progress=progress, events=events, precision=precision)
+    finding = found(analyse(session), "non-finite-event")
+    assert fix in finding.fix
+    assert ("GradScaler" in finding.fix) != has_scaler
 
 
 def test_steps_skipped_for_the_forward_are_not_ascribed_to_the_backward():

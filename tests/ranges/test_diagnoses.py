@@ -7,6 +7,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from textwrap import indent
 
 import pytest
@@ -1343,6 +1344,11 @@ def test_rare_outliers_whose_steps_a_scaler_skips_are_a_warning(steps, severity)
     report = train(mlp(), steps=steps, scaler=4.0, batch_of=batch_of, autocast=torch.float16)
     (finding,) = named(report, "batch-beyond-float16")
     assert (finding.severity, finding.evidence["rows"], finding.step) == (severity, ["3"], 5)
+    assert "continue" in finding.code
+    ranks = replace(report.session, info=replace(report.session.info, world_size=2))
+    (finding,) = named(analyse(ranks), "batch-beyond-float16")
+    assert "continue" not in finding.code
+    assert "batch[~good] = 0" in finding.code
 
 
 @pytest.mark.parametrize(
