@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from itertools import accumulate, pairwise
 
 import made_sessions as made
 import numpy as np
@@ -113,6 +114,22 @@ def test_overlapping_windows_are_merged_and_steps_count_once():
     assert [(w.first_step, w.last_step, w.sampled_steps) for w in merged.windows] == [(0, 1, 2), (2, 2, 1), (3, 3, 1)]
     assert [w.tensors[key].samples for w in merged.windows] == [4, 2, 1]
     assert merged.windows[0].gradient_peaks == {0: 2}
+
+
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=6), min_size=2, max_size=2), st.integers(2, 9))
+def test_windows_of_ranks_that_write_at_different_times_merge_within_blocks_of_the_longest(writes, limit):
+    ranks = []
+    for rank, sizes in enumerate(writes):
+        starts = [0, *accumulate(sizes)]
+        kept = [
+            window
+            for start, end in pairwise(starts)
+            for window in coarsen([made.step_window(step) for step in range(start, end)], limit, start)
+        ]
+        ranks.append(s.Session(s.RunInfo(rank=rank, world_size=2), windows=coarsen(kept, 2 * limit)))
+    longest = max(window.sampled_steps for rank in ranks for window in rank.windows)
+    block = 2 ** math.ceil(math.log2(longest))
+    assert all(w.first_step // block == w.last_step // block for w in merge_ranks(ranks).windows)
 
 
 def test_the_largest_peaks_of_the_ranks_are_bounded_by_the_steps():

@@ -152,6 +152,7 @@ class Recording:
         self._watched: list[TensorInfo] = []
         self._windows = WindowList()
         self._unwritten: list[Window] = []
+        self._samples_written = 0
         #: Sampled steps of all windows added.
         self._sampled_steps = 0
         #: A due write is done when the number of sampled steps is a multiple of this; 0 while no write is due.
@@ -335,7 +336,7 @@ class Recording:
         if self._sinks:
             self._unwritten.append(window)
         if len(self._unwritten) > UNWRITTEN_LIMIT:
-            # The disk is slow: merge the oldest two, since all become one window when written.
+            # The disk is slow: merge the oldest two, since merging more at once takes longer.
             self._unwritten[:2] = [merge_windows(*self._unwritten[:2])]
 
     def step_done(self, steps: int, skipped_steps: int, backwards: int, sampled: bool) -> None:
@@ -357,7 +358,9 @@ class Recording:
         if self._before_write is not None:
             self._before_write()
         windows, self._unwritten = self._unwritten, []
-        self._sinks.pass_on(lambda: coarsen(windows, WINDOWS_A_WRITE), self.progress)
+        before = self._samples_written
+        self._samples_written += sum(max(window.sampled_steps, 1) for window in windows)
+        self._sinks.pass_on(lambda: coarsen(windows, WINDOWS_A_WRITE, before), self.progress)
         self._written_at = self._clock()
         self._stride = 0
 

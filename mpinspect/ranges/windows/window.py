@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, groupby
 from types import MappingProxyType
 
 from mpinspect.ranges.windows.columns import TensorColumns
@@ -78,15 +79,16 @@ def merge_windows(first: Window, *others: Window) -> Window:
     )
 
 
-def coarsen(windows: Sequence[Window], limit: int) -> tuple[Window, ...]:
+def coarsen(windows: Sequence[Window], limit: int, before: int = 0) -> tuple[Window, ...]:
     """Merge neighbouring windows until at most ``limit`` are left, in step order; every total stays exact.
 
     The windows become about equally long (in sampled steps), even if old windows are coarsened repeatedly with new ones.
+    ``before``: the number of sampled steps before them. Windows of ranks that sampled the same steps are nested or disjoint.
 
     Raises:
         ValueError: limit < 1.
     """
-    groups = coarsen_plan([window.sampled_steps for window in windows], limit)
+    groups = coarsen_plan([window.sampled_steps for window in windows], limit, before)
     return tuple(merge_windows(*(windows[index] for index in group)) for group in groups)
 
 
@@ -95,30 +97,23 @@ def window_limit(tensors: int) -> int:
     return max(LEAST_WINDOW_LIMIT, min(WINDOW_LIMIT, TENSOR_WINDOW_LIMIT // max(tensors, 1)))
 
 
-def coarsen_plan(sampled_steps: Sequence[int], limit: int) -> list[range]:
+def coarsen_plan(sampled_steps: Sequence[int], limit: int, before: int = 0) -> list[range]:
     """Return the groups of neighbours that ``coarsen`` merges: at most ``limit`` ranges of indices, in order.
 
-    New windows are merged to the length of the old ones; the length is doubled only if too many windows are left.
+    New windows are merged to the length of the old ones; the length, a power of two, is doubled only if too many windows are
+    left. Groups begin at multiples of their length, counted in sampled steps from the start of the run.
     """
     if limit < 1:
         raise ValueError(f"windows can't be coarsened to {limit}: at least 1 must stay")
     if len(sampled_steps) <= limit:
         return [range(index, index + 1) for index in range(len(sampled_steps))]
-    length = max(2, *sampled_steps)
-    while len(groups := _fill(sampled_steps, length)) > limit:
+    length = 2
+    while length < max(sampled_steps):
         length *= 2
-    return groups
-
-
-def _fill(sizes: Sequence[int], length: int) -> list[range]:
-    """Group neighbours greedily, closing each group before its sum would exceed ``length``."""
-    groups: list[range] = []
-    start, filled = 0, 0
-    for index, size in enumerate(sizes):
-        # A window without samples counts as size 1; otherwise one group could take any number of empty windows.
-        size = max(size, 1)
-        if index > start and filled + size > length:
-            groups.append(range(start, index))
-            start, filled = index, 0
-        filled += size
-    return [*groups, range(start, len(sizes))]
+    # A window without samples counts as one; otherwise one group could take any number of empty windows.
+    begins = list(accumulate((max(size, 1) for size in sampled_steps), initial=before))[:-1]
+    while len({begin // length for begin in begins}) > limit:
+        length *= 2
+    blocks = [begin // length for begin in begins]
+    groups = [list(group) for _, group in groupby(range(len(blocks)), blocks.__getitem__)]
+    return [range(group[0], group[-1] + 1) for group in groups]
