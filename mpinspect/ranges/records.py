@@ -648,11 +648,15 @@ class BrokenAlike(Record, kind="second-broken-alike"):
 
     Args:
         from_finite: whether all of its inputs were finite; False in sessions of earlier versions.
+        operand: the index of its only argument that was not finite; -1 if there was none or several.
+        given: the number of that argument's infinities and NaNs, without -inf.
     """
 
     elements: float
     of: float
     from_finite: bool = False
+    operand: int = -1
+    given: float = 0
 
 
 class PreparedError(Record, kind="prepared-error"):

@@ -425,3 +425,21 @@ def test_retried_events_do_not_count_towards_the_event_limit(tmp_path: Path, dis
         writer.progress(s.Progress(1))
     read = read_session(tmp_path)
     assert (read.events, read.notes) == ((event(),), ())
+
+
+def test_of_the_backwards_of_a_step_the_last_one_has_its_loss_scale():
+    recording = Recording(s.RunInfo())
+    for step, scale in [
+        (0, 64.0),
+        (0, 64.0),
+        (1, 64.0),
+        (1, 4.0),
+        (2, 64.0),
+        (2, 4.0),
+        (3, 4.0),
+        (3, 64.0),
+        (4, 8.0),
+        (4, 64.0),
+    ]:
+        recording.scale(step, scale)
+    assert recording.progress.scales == ((0, 64.0), (1, 4.0), (3, 64.0))

@@ -384,7 +384,7 @@ def test_the_code_of_an_overflow_is_the_operator_in_fp32(operator, line):
         step=7, names=(operator, "train.py:7", "forward"), text="float16", elements=1, of=64, largest=1e6
     )
     code = findings(record, precision=FP16, events=(broken(7),))["overflow-in-operator"].code
-    assert code.splitlines()[1:] == [f"    {line}", "    # and the operators that take y", "    z = g(y)"]
+    assert code.splitlines()[1:] == [f"    {line}", "    # the operators that take y", "    z = g(y)"]
     half = {name: torch.full((4, 4), 8.0).half() for name in "abwx"}
     names = {**half, "torch": torch, "device_type": "cpu", "p": 2, "dim": 0, "f": torch.relu, "g": torch.relu}
     with torch.autocast("cpu", torch.bfloat16):
@@ -404,7 +404,7 @@ def code_at(source, operator="mul", largest=1e6, record=None):
 
 
 WITH = "with torch.autocast(device_type, enabled=False):"
-TAKEN = "# and the operators that take y"
+TAKEN = "# the operators that take y"
 
 
 @pytest.mark.parametrize(

@@ -197,16 +197,16 @@ def test_a_negative_step_is_refused():
         mpinspect.Inspector(network(), second=[-1])
 
 
-def chosen(choice, broke_from, found_in=()):
-    """Return which of 20 steps are chosen, if forwards are known to break from a step on, and are seen to in others."""
+def chosen(choice, broken, found_in=()):
+    """Return which of 20 steps are chosen, if the forwards before some are known to break, and are seen to in others."""
     steps = []
     for step in range(20):
-        if choice.is_due(step, lambda step=step: "forward" if step >= broke_from else ""):
+        if choice.is_due(step, lambda step=step: ["forward" for each in broken if each <= step]):
             choice.begins(step)
             steps.append(step)
             choice.ends(
                 [BornInfinite(names=("exp", "", "forward"), elements=1, of=1, largest=1e5)] if step in found_in else [],
-                "forward",
+                ["forward"],
             )
     return steps
 
@@ -225,7 +225,7 @@ def chosen(choice, broke_from, found_in=()):
 def test_regular_steps_with_rarer_work_are_chosen(worked, expected):
     choice, found, work = StepChoice(()), [], 0
     for step in range(20):
-        if choice.is_due(step, lambda: ""):
+        if choice.is_due(step, lambda: ()):
             choice.begins(step)
             found.append(step)
         work += step in worked
@@ -234,12 +234,17 @@ def test_regular_steps_with_rarer_work_are_chosen(worked, expected):
 
 
 def test_steps_after_an_infinity_are_chosen_until_one_has_it():
-    assert chosen(StepChoice(()), 99) == []
-    assert chosen(StepChoice(()), 5) == list(range(5, 13))
-    assert chosen(StepChoice(()), 5, found_in=[7]) == [5, 6, 7]
+    always = range(5, 20)
+    assert chosen(StepChoice(()), []) == []
+    assert chosen(StepChoice(()), always) == list(range(5, 13))
+    assert chosen(StepChoice(()), always, found_in=[7]) == [5, 6, 7]
     # An infinity in a step that was chosen for its number may be another one.
-    assert chosen(StepChoice([2, 9]), 5, found_in=[2, 6]) == [2, 5, 6, 9]
-    assert chosen(StepChoice([3], after_events=0), 1) == [3]
+    assert chosen(StepChoice([2, 9]), always, found_in=[2, 6]) == [2, 5, 6, 9]
+    assert chosen(StepChoice([3], after_events=0), range(1, 20)) == [3]
+
+
+def test_of_steps_after_one_infinity_some_are_left_for_the_next():
+    assert chosen(StepChoice(()), [2, 12, 15, 16, 17]) == [2, 3, 4, 5, 6, 12, 15, 16]
 
 
 EPOCH = 1_700_000_000

@@ -191,10 +191,9 @@ class Recording:
         elif len(self.events) == EVENT_LIMIT:
             self.note(f"more than {EVENT_LIMIT} steps were not finite: the later ones are not listed")
 
-    def broken_phase(self) -> str:
-        """Return the phase that was not finite at any loss scale (``Event.broken_phase``), the forward first; "" without one."""
-        # In the order of the alphabet.
-        return max((event.broken_phase for event in self.events), default="")
+    def broken_phases(self) -> tuple[str, ...]:
+        """Return, for each step that had one, the phase that was not finite at any loss scale (``Event.broken_phase``)."""
+        return tuple({event.step: event.broken_phase for event in self.events if event.broken_phase}.values())
 
     def aside(self, step: int, micro_batch: int | None, scale: BackwardScale) -> None:
         """Record that a step's backwards up to a micro-batch served another model's optimizer; None revokes the record.
@@ -263,9 +262,16 @@ class Recording:
             self.watch([replace(info, note=notes.get(info.key, "")) for info in self._watched])
 
     def scale(self, step: int, scale: float | None) -> None:
-        """Record the loss scale of a step if it differs from the last one recorded."""
-        scales = self.progress.scales
-        if not scales or scales[-1].scale != scale:
+        """Record the loss scale of a step's backward if it differs from that of the step before.
+
+        Of several backwards of a step the last one counts: a GAN's discriminator has the generator's before its own.
+        """
+        recorded = self.progress.scales
+        scales = recorded[:-1] if recorded and recorded[-1].step == step else recorded
+        if scales and scales[-1].scale == scale:
+            if scales is not recorded:
+                self._progress(scales=scales)
+        elif not recorded or recorded[-1] != (step, scale):
             if len(scales) >= SCALE_LIMIT:
                 half = SCALE_LIMIT // 2
                 scales = (*scales[:half], *scales[1 - half :])

@@ -8,7 +8,7 @@ forward or backward that follows a backward, if the weights were updated or the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ MOST_CLOSURES = 4
 
 #: The most further steps that are computed twice after an infinity or NaN, until one of them has an infinity or NaN again.
 AFTER_EVENTS = 8
+#: The most of them after the first infinity or NaN; each further step that has one leads to one more.
+AT_ONCE = 5
 #: The most steps that are computed twice for their rarer work.
 WITH_RARER_WORK = 2
 #: Later steps that are computed twice: only with time do sums and moments saturate, and weights grow.
@@ -336,6 +338,7 @@ class StepChoice:
     ) -> None:
         self._steps = sorted(set(steps))
         self._left_after_events = after_events
+        self._chosen_after_events = 0
         self._is_after_event = False
         self._left_with_rarer_work = with_rarer_work
         #: The rarer work so far, None before the first step, and the last two steps in which it grew.
@@ -348,22 +351,28 @@ class StepChoice:
             self._worked = (*self._worked[-1:], step)
         self._work = work
 
-    def is_due(self, step: int, broken_phase: Callable[[], str]) -> bool:
-        """Return whether the step that follows ``step`` others is chosen; ``broken_phase``: as of ``Recording``."""
-        is_due = self._has_come(step) or self._has_rarer_work(step)
-        return is_due or (self._left_after_events > 0 and bool(broken_phase()))
+    def is_due(self, step: int, broken_phases: Callable[[], Sequence[str]]) -> bool:
+        """Return whether the step that follows ``step`` others is chosen; ``broken_phases``: as of ``Recording``."""
+        if self._has_come(step) or self._has_rarer_work(step):
+            return True
+        if self._left_after_events < 1:
+            return False
+        broken = len(broken_phases())
+        return broken > 0 and self._chosen_after_events < broken + AT_ONCE - 1
 
     def begins(self, step: int) -> None:
         """Handle the start of a chosen step."""
         self._left_with_rarer_work -= self._has_rarer_work(step)
         self._is_after_event = not (self._has_come(step) or self._has_rarer_work(step))
         self._left_after_events -= self._is_after_event
+        self._chosen_after_events += self._is_after_event
         self._steps = [each for each in self._steps if each > step]
 
-    def ends(self, records: Iterable[Record], broken_phase: str) -> None:
+    def ends(self, records: Iterable[Record], broken_phases: Sequence[str]) -> None:
         """Handle the records of a chosen step: once one has the infinity or NaN, no further step is needed for it."""
         broken = (record for record in records if isinstance(record, (BornInfinite, BrokenAlike)))
-        if self._is_after_event and any(record.names[2] == broken_phase for record in broken):
+        # The forward before the backward, as in the alphabet.
+        if self._is_after_event and any(record.names[2] == max(broken_phases, default="") for record in broken):
             self._left_after_events = 0
 
     def _has_rarer_work(self, step: int) -> bool:

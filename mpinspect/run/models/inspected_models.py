@@ -182,9 +182,9 @@ class InspectedModels:
         """Return the number of steps that have ended, by model."""
         return {each.name: each.inspector.steps for each in self.all}
 
-    def broken_phase(self) -> str:
-        """Return the phase of any model that was not finite at any loss scale, the forward first; "" without one."""
-        return max((each.inspector.broken_phase for each in self.all), default="")
+    def broken_phases(self) -> tuple[str, ...]:
+        """Return, for each step of any model that had one, the phase that was not finite at any loss scale."""
+        return tuple(phase for each in self.all for phase in each.inspector.broken_phases)
 
     def record(self, names: Sequence[str], record: Record, steps: Mapping[str, int] | None = None) -> None:
         """Pass a record, whose measurement spans several models, to the model that it belongs to.
@@ -202,7 +202,7 @@ class InspectedModels:
         owner = next((name for name in names if path == name or is_below(path, name)), names[0])
         owners = {owner}
         if not path:
-            owners = {each.name for each in self.all if each.name in names and each.inspector.broken_phase} or owners
+            owners = {each.name for each in self.all if each.name in names and each.inspector.broken_phases} or owners
         if len(names) > 1:
             path = path.removeprefix(owner).removeprefix(".")
         for each in self.all:

@@ -117,9 +117,9 @@ class LaunchedInspector(Inspector):
         return self._rarer_work.amount()
 
     @property
-    def broken_phase(self) -> str:
-        """The phase of this model that was not finite at any loss scale, the forward first; "" without one."""
-        return self._recording.broken_phase()
+    def broken_phases(self) -> tuple[str, ...]:
+        """For each step that had one, the phase of this model that was not finite at any loss scale."""
+        return self._recording.broken_phases()
 
     def record(self, record: Record, step: int | None = None) -> None:
         """Store a record under a step; None means the current step."""

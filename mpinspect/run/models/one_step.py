@@ -161,7 +161,7 @@ class OneStep(Guarded):
         """Whether another step is computed twice: because something broke after the recorded one, or after many steps."""
         if self._wants_matmuls or self._wants_trace or self._profile is not None:
             return False
-        return self._choice.is_due(self._stepped, self._models.broken_phase)
+        return self._choice.is_due(self._stepped, self._models.broken_phases)
 
     def give_up(self) -> None:
         """Stop recording because the script has ended, and note incomplete or missing recordings."""
@@ -277,7 +277,7 @@ class OneStep(Guarded):
             # A mode that stayed would see the rest of the run.
             self._leave(recorded)
         if self._is_again:
-            self._choice.ends(records, self._models.broken_phase())
+            self._choice.ends(records, self._models.broken_phases())
         elif not self._is_compiled and (self._is_lint_asked or not stopped):
             self.matmuls = matmuls
         for record in records:

@@ -84,12 +84,13 @@ class Broken:
             self._add(pending, value, of_precision, 0.0, describe)
         else:
             # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take.
-            broken &= value != -torch.inf
-            if bool(broken.any()):
+            if bool((broken & (value != -torch.inf)).any()):
                 # An operator that overwrote its input can't show it.
                 is_seen = not pending.func._schema.is_mutable
                 from_finite = is_seen and all(map(is_finite, numbers_of(pending.given[0])))
-                figures = {"elements": float(broken.sum()), "of": of, "from_finite": from_finite}
+                figures = {"elements": float(_breaking(value).sum()), "of": of, "from_finite": from_finite}
+                if is_seen and not from_finite:
+                    figures |= _broken_operand(pending.given[0])
                 self._alike.append(describe(BrokenAlike, **figures))
 
     def _add(
@@ -137,6 +138,18 @@ class Broken:
             *(each for found in (self.born, self._alike) for each in found[:1]),
             *(each for found in (self.born, self._alike) for each in _further(found)),
         ]
+
+
+def _breaking(value: torch.Tensor) -> torch.Tensor:
+    """Return where a tensor is +inf or NaN."""
+    return value.isnan() | (value == torch.inf)
+
+
+def _broken_operand(arguments: Sequence[Any]) -> dict[str, float]:
+    """Return the index of the only argument that is not finite, and its number of infinities and NaNs; {} without just one."""
+    given = {index: float(_breaking(each).sum()) for index, each in enumerate(arguments) if has_numbers(each)}
+    broken = {index: count for index, count in given.items() if count}
+    return {"operand": next(iter(broken)), "given": next(iter(broken.values()))} if len(broken) == 1 else {}
 
 
 def _further(found: Sequence[Record]) -> Iterator[Record]:

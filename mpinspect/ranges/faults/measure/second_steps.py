@@ -317,7 +317,7 @@ class SecondSteps(Guarded):
         begun, self._step = self._step, self._clock.step
         self._choice.passed(begun, self._rarer_work.amount())
         self._end(begun)
-        if self._twice is None and self._choice.is_due(self._step, self._recording.broken_phase):
+        if self._twice is None and self._choice.is_due(self._step, self._recording.broken_phases):
             self._begin()
 
     def _begin(self) -> None:
@@ -340,7 +340,7 @@ class SecondSteps(Guarded):
         records, left_out = self._twice.end()
         if self._twice.leave():
             self._twice = None
-        self._choice.ends(records, self._recording.broken_phase())
+        self._choice.ends(records, self._recording.broken_phases())
         for record in records:
             self._recording.record(replace(record, step=step))
         if left_out:

@@ -19,6 +19,7 @@ from mpinspect.ranges.faults.name.operators import (
     place_of,
     words_of,
 )
+from mpinspect.ranges.faults.name.own_names import operand_in
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_flushed
 from mpinspect.ranges.records import (
     BornInfinite,
@@ -82,7 +83,7 @@ class Born(Sentences):
     FURTHER = "It overflows in {further}, too."
     EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
-    PRODUCT_IN_FP32 = "Multiply in FP32, and keep the result in FP32 until its values are small again."
+    PRODUCT_IN_FP32 = "Compute {operator} and the operators that take its result in FP32."
     BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
     OF_EXPONENT = (
         "Before it, exp{at_exponent} gets arguments up to {exponent:.3g}; exp(11.09) is FP16's largest number."
@@ -93,9 +94,7 @@ class Born(Sentences):
     FROM_ORIGIN_IN_FP32 = (
         "Compute in FP32 from {origin_place} to {place}: a cast to FP32 in between does not restore the lost bits."
     )
-    FROM_NEAR_IN_FP32 = (
-        "Compute in FP32 from {origin_place} to {place}, and keep the result in FP32 until its values are small again."
-    )
+    FROM_NEAR_IN_FP32 = "Compute in FP32 from {origin_place} to {place}, and the operators that take its result."
     SUBTRACT_LARGEST = "If it is normalised afterwards, subtract the largest exponent first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     PLAIN = "y = {expression}"
@@ -104,10 +103,10 @@ class Born(Sentences):
     CAST_ON = (
         "with torch.autocast({device_type}, enabled=False):\n"
         "    y = {expression}\n"
-        "    # and the operators that take y\n"
+        "    # the operators that take y\n"
         "    z = g(y)"
     )
-    CAST_BOTH_ON = f"{CAST_BOTH}\n    # and the operators that take y\n    z = g(y)"
+    CAST_BOTH_ON = f"{CAST_BOTH}\n    # the operators that take y\n    z = g(y)"
     UNCAST = "with torch.autocast({device_type}, enabled=False):\n    # x as it was before the cast\n    y = layer(x)"
     MASK_OF_THE_DTYPE = (
         "The value is FP32's largest, as masks often use it: take the largest of the scores' own dtype, so that a fully masked "
@@ -305,6 +304,9 @@ class _Alike(Sentences):
         "Correct the inputs of {operator} in {place}. Look for a zero that divides, the logarithm of zero, an empty row, or a "
         "constant that was rounded to 16 bits before the step, such as a noise schedule."
     )
+    TAKES = "{at}, {operator} takes {tensor}, which holds {given:count infinite or NaN value}."
+    MAKER = "Look at the code that makes {tensor}."
+    SHOW_TENSOR = "# the elements that break\nprint((~{tensor}.isfinite()).nonzero())"
     SHOW = "y = {of_inputs}\n# the elements that break\nprint((~y.isfinite()).nonzero())"
 
 
@@ -328,12 +330,21 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
         if not case.progress.steps or (first is not None and first.step <= alike.step):
             is_later, layer, step = beginning(alike, first)
             lowered = len({event.step for event in broken if event.skipped})
-            words = {"count": int(alike.elements), "lowered": lowered, "first_place": first and first.place}
+            words = {
+                "count": int(alike.elements),
+                "given": int(alike.given),
+                "lowered": lowered,
+                "first_place": first and first.place,
+            }
+            words["tensor"] = tensor = operand_in(case.session.source_of(alike.names[1]), alike.names[0], alike.operand)
             yield found_at(
                 alike,
-                (_Alike.IN_FP32_TOO, Born.FIRST.when(is_later)),
-                (_Alike.INPUTS.when(first), InVain.NEW_SCALER.when(lowered > 1)),
-                _Alike.SHOW.when(first),
+                (_Alike.TAKES.when(tensor) or _Alike.IN_FP32_TOO, Born.FIRST.when(is_later)),
+                (
+                    (_Alike.MAKER.when(tensor) or _Alike.INPUTS).when(first),
+                    InVain.NEW_SCALER.when(lowered > 1),
+                ),
+                (_Alike.SHOW_TENSOR.when(tensor) or _Alike.SHOW).when(first),
                 {**words, "at": _at(alike, is_later), "of_inputs": expression(alike.names[0], "")},
                 layer=layer,
                 operator=alike.names[0],

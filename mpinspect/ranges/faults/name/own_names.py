@@ -28,6 +28,8 @@ _OTHERS = {"a": "left", "b": "right", "x": "value"}
 _MODULES = re.compile(r"(torch|nn|F|functional)\b")
 #: A cast to 16 bits, which code that computes in FP32 must not repeat.
 _NARROWS = re.compile(r"\.(half|bfloat16|to|type)\(|float16")
+#: The longest expression, in characters, that a sentence quotes.
+_LONGEST = 40
 #: Any cast.
 _CASTS = re.compile(r"\.(float|double|half|bfloat16|to|type|type_as)\(|float(16|32|64)")
 #: A comment above the addition to a stream in FP32, and a cast to the stream's dtype, which is FP32 there.
@@ -84,6 +86,21 @@ def with_cast(source: str) -> str:
         return ""
     whole = isinstance(statement.value, ast.Call | ast.Subscript | ast.Attribute)
     return f"{ast.unparse(statement.targets[0])} = {value if whole else f'({value})'}.float()"
+
+
+def operand_in(source: str, operator: str, index: int) -> str:
+    """Return an operand of an operator in a line, by its index, if it is short and can be followed by a method; "" otherwise.
+
+    It is also "" where the line has the operator not at all or several times.
+    """
+    statement = _statement(source)
+    nodes = ast.walk(statement) if statement is not None and index >= 0 else ()
+    uses = [use for node in nodes for use in _used(node, operator.strip("_"))]
+    operands = [*uses[0].operands.values()] if len(uses) == 1 else []
+    if index >= len(operands) or not isinstance(operands[index], ast.Name | ast.Attribute | ast.Subscript | ast.Call):
+        return ""
+    own = ast.unparse(operands[index])
+    return own if len(own) <= _LONGEST else ""
 
 
 def _statement(source: str) -> ast.stmt | None:
