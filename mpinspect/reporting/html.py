@@ -131,8 +131,8 @@ _LONG = 48
 #: Smallest share of each shade of a strip, from the second shade on.
 _SHADES = (1e-3, 1e-2, 1e-1)
 _STRIP_LEGEND = (
-    "the picture: the darker, the larger the share (under 0.1%, under 1%, under 10%, 10% or more); the lines are the "
-    "format's edges"
+    "the picture: the stronger the colour, the larger the share (under 0.1%, under 1%, under 10%, 10% or more); the lines are "
+    "the format's edges"
 )
 
 

@@ -56,7 +56,7 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 @media (min-width:1001px){.mpinspect .bar{flex-wrap:nowrap;height:42px}.mpinspect .bar>*{flex:none}
 .mpinspect .bar h1{flex:0 1 auto;min-width:3em}
 /* Facts without room in the one line wrap out of sight, each as a whole. */
-.mpinspect .bar .facts{flex:0 999 auto;height:1.5em;overflow:hidden}
+.mpinspect .bar .facts{flex:0 999 auto;min-width:0;height:1.5em;overflow:hidden}
 .mpinspect .screen:has(.explorer,.tab){height:calc(100vh - 42px);min-height:34em}
 .mpinspect .screen:has(.explorer,.tab)>*{min-height:0;height:100%;box-sizing:border-box}}
 @media (scripting:none){.mpinspect .screen:has(.explorer,.tab){height:auto;min-height:0}}
@@ -66,6 +66,7 @@ background:var(--raised);min-height:40px;box-sizing:border-box;font-size:.93em}
 .mpinspect .bar .facts{flex:1}
 .mpinspect .panel>:first-child{margin-top:.7em}.mpinspect .panel>:last-child{margin-bottom:1em}
 .mpinspect .picture,.mpinspect .tab{order:1;padding:.4em 1em 0;min-height:0}}
+@media screen and (max-width:760px){.mpinspect .bar .facts{flex:1 1 100%;max-height:3em;overflow:hidden}}
 @media print{.mpinspect .tabs{display:none}
 .mpinspect .screen{display:block;height:auto!important}.mpinspect .panel{border:0;overflow:visible}
 .mpinspect .screen>*{height:auto!important}.mpinspect .tab{overflow:visible}

@@ -971,7 +971,7 @@ def test_the_first_screen_names_the_operator_once_and_the_phase_at_the_row(brows
     assert page.text_content(".panel .alarm") == "step 5, forward, first NaN"
     assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul"
     assert page.text_content(".explorer .opening").startswith(
-        "Activations were not counted (--kinds): these are activation gradients. Shown: step 4, "
+        "Activations were not counted: these are activation gradients. Shown: step 4, "
     )
     assert page.troubles == []
 

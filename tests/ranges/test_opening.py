@@ -82,7 +82,7 @@ def test_without_a_healthy_step_before_it_the_whole_run_is_shown():
 def test_a_culprit_of_a_kind_that_was_not_counted_shows_the_nearest_kind_and_says_so():
     shown = opened(broken())
     assert (shown["kind"], shown["marked"]) == (GRADIENT, ["blocks.1.fc1"])
-    assert shown["words"].startswith("Activations were not counted (--kinds): these are activation gradients. Shown: ")
+    assert shown["words"].startswith("Activations were not counted: these are activation gradients. Shown: ")
     counted = opened(broken(kind="activation"))
     assert (counted["kind"], counted["marked"]) == ("activation", ["blocks.1.fc1"])
     assert "not counted" not in counted["words"]
@@ -168,7 +168,7 @@ def test_a_fault_of_the_forward_opens_on_activations_or_says_that_they_are_missi
     finding = Finding("sum-loses-terms", "warning", "blocks.0.fc2", "It does.", evidence, step=1)
     for kind, words in (
         ("activation", ""),
-        (GRADIENT, "Activations were not counted (--kinds): these are activation gradients."),
+        (GRADIENT, "Activations were not counted: these are activation gradients."),
     ):
         report = analysing.analyse(replace(broken(nan_from=99, kind=kind), events=()))
         given = data(replace(report, findings=(finding,)))["opening"]

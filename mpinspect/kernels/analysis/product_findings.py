@@ -20,7 +20,7 @@ _WORTH_A_WARNING, _WORTH_A_LINE = 0.05, 0.01
 #: Maximum number of names listed in evidence, and of dtypes named in a sentence.
 _MOST_LISTED, _MOST_NAMED = 20, 4
 
-_FP16 = "torch.autocast('cuda', dtype=torch.float16) with a loss scaler (mpinspect.MixedPrecision)."
+_FP16 = "torch.autocast('cuda', dtype=torch.float16) with torch.amp.GradScaler."
 #: The fix for each cause, by the cause's id.
 _FIXES = {
     "tf32-off-cuBLAS": "torch.set_float32_matmul_precision('high') for TF32, or torch.autocast('cuda', dtype=torch.bfloat16).",

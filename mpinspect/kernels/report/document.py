@@ -181,13 +181,15 @@ def time_lost(report: KernelReport) -> Iterator[str]:
 
 
 def _headline(report: KernelReport) -> str:
-    """Return the share on Tensor Cores and the idle share."""
+    """Return the share on Tensor Cores, and the idle share if a finding names it."""
     if not report.shares.calls:
         return ""
     used, idle = report.tensor_core_fraction, report.limits.idle_fraction
     on = "No matrix product ran"
     if used is not None:
         on = f"{next(figures(report.shares))[0]} of the matrix products' time is on Tensor Cores"
+    if not _is_idle(report):
+        return f"{on}."
     return f"{on}; the GPU is idle {share_words(idle)} of {duration(report.limits.span_us)}."
 
 
@@ -260,13 +262,16 @@ def _verdicts(report: KernelReport) -> Tables:
     return table(columns, _verdict_rows(report))
 
 
+def _is_idle(report: KernelReport) -> bool:
+    return any(finding.id == "gpu-idle" and finding.is_alarm for finding in report.findings)
+
+
 def _verdict_rows(report: KernelReport) -> Iterator[list[str | Cell]]:
     shares, limits = report.shares, report.limits
-    is_idle = any(finding.id == "gpu-idle" and finding.is_alarm for finding in report.findings)
     rows: list[tuple[float, Cell, str, str, str]] = [
         (
             limits.idle_us,
-            Cell("idle", "warning" if is_idle else ""),
+            Cell("idle", "warning" if _is_idle(report) else ""),
             "no kernel or copy runs",
             NOT_APPLICABLE,
             NOT_APPLICABLE,
@@ -329,10 +334,11 @@ def _names(report: KernelReport) -> Tables:
         Column("time"),
         Column("verdict", is_left=True),
         Column("calls", priority=1),
-        Column("TFLOP/s", priority=1),
+        *[Column("TFLOP/s", priority=1)] * _has_rates(report),
         Column("kernel", is_name=True, cut="middle"),
     )
-    names, to_do = report.by_name, _to_do(report)
+    to_do = _to_do(report)
+    names = sorted(report.by_name, key=lambda row: row.name not in to_do)
     rows = [_name_cells(report, row, is_to_do=row.name in to_do) for row in names[: most(ROWS, len(names))]]
     return table(columns, rows, limit=ROWS, total=len(names))
 
@@ -342,7 +348,13 @@ def _name_cells(report: KernelReport, row: NameRow, *, is_to_do: bool) -> list[s
     name = Cell(shortened(clean_name(row.name), _NAME, "middle"), notes=doubt)
     verdict = verdict_cell(row.verdict, is_to_do=is_to_do)
     bar = _bar(report, row.time_us, verdict.tone)
-    return [bar, duration(row.time_us), verdict, f"{row.calls:,}", _rate(row.tflops), name]
+    rate = [_rate(row.tflops)] * _has_rates(report)
+    return [bar, duration(row.time_us), verdict, f"{row.calls:,}", *rate, name]
+
+
+def _has_rates(report: KernelReport) -> bool:
+    """Return whether the rate of any kernel is known."""
+    return any(row.tflops is not None for row in report.by_name)
 
 
 def _modules(modules: tuple[ModuleRow, ...]) -> Tables:

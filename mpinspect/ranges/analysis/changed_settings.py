@@ -17,6 +17,8 @@ Settings = dict[str, str]
 #: Settings that a run shows only once its steps reach them; older files name no devices.
 _SEEN_LATER = ("devices", "gradients", "outputs", "loss", " states")
 _OF_PRECISION = {"computes in", "weights", "gradients", "autocast", "outputs", "loss"}
+#: Dtypes that follow from the others.
+_FOLLOWING = {"computes in", "gradients", "outputs", "loss"}
 #: No value of these breaks a training; a model is named by its class.
 _OF_CAPTURE = {"captured", "every", "watch", "max_overhead", "steps", "model", "mpinspect"}
 
@@ -39,6 +41,11 @@ class Change:
     def is_of_precision(self) -> bool:
         """Whether it is a dtype of the training."""
         return self.name in _OF_PRECISION
+
+    @property
+    def follows(self) -> bool:
+        """Whether it is a dtype that follows from other settings."""
+        return self.name in _FOLLOWING
 
     @property
     def may_break(self) -> bool:

@@ -129,6 +129,7 @@ def _settings_of_broken(diff: RangeDiff) -> str:
     name, may_break = _broken_alone(diff), [change for change in diff.settings if change.may_break]
     if not name or not may_break:
         return ""
+    may_break = [change for change in may_break if not change.follows] or may_break
     shown = ", ".join(change.words for change in may_break[:_IN_HEADLINE])
     what = "Settings that differ"
     if _undoes(diff):

@@ -56,13 +56,13 @@ def state_of(report: RangeReport) -> tuple[str, Tone]:
 
 
 def facts(report: RangeReport) -> Iterator[str]:
-    """Yield short facts on a run: its start, duration, steps, ranks, devices and versions."""
+    """Yield short facts on a run: its steps, start, duration, ranks, devices and versions."""
     info, progress = report.session.info, report.session.progress
+    yield steps_and_samples(progress)
     with suppress(ValueError):
         yield f"{datetime.datetime.fromisoformat(info.started):%d %b %Y, %H:%M}"
     if progress.elapsed_s:
         yield time_taken(progress.elapsed_s) + progress.so_far
-    yield steps_and_samples(progress)
     if ranks := len(report.session.ranks):
         yield f"{ranks} ranks"
     if info.devices:

@@ -58,7 +58,7 @@ class Culprit(NamedTuple):
 _NOBODY = Culprit("", ())
 _OF_EACH_BACKWARD = "The map shows each backward's own gradients; the optimizer takes .grad, the sum of all so far."
 _NOT_SHOWN = "The ranges do not show this fault."
-_NEXT_TO_IT = "\u25b7 marks its parts or neighbours."
+_NEXT_TO_IT = "\u25b7: parts or neighbours of the marked row."
 
 
 class Opening(NamedTuple):
@@ -260,7 +260,7 @@ def _not_counted(missing: str, shown: str, layers: Sequence[LayerReport]) -> str
     if missing in (shown, *LOSSES, *(layer.kind for layer in layers)):
         return ""
     titles = kind_named(missing).title, kind_named(shown).title.lower()
-    return "{} were not counted (--kinds): these are {}.".format(*titles)
+    return "{} were not counted: these are {}.".format(*titles)
 
 
 def _nearest(

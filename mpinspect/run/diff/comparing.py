@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -86,6 +87,7 @@ class _Read:
     shapes: tuple[Product, ...] | None = None
     kernels: KernelReport | None = None
     notes: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
 
 
 def _read(run: Run, format: str | None) -> _Read:
@@ -105,7 +107,19 @@ def _read(run: Run, format: str | None) -> _Read:
     shapes = None
     if report.shapes is not None:
         shapes = products(report.shapes)
-    return _Read(path, report.parts, command, shapes, report.kernels, report.saw)
+    return _Read(path, report.parts, command, shapes, report.kernels, report.saw, _arguments(report.command))
+
+
+def _arguments(command: str) -> tuple[str, ...]:
+    """Return the arguments of a script, each option with the values that follow it."""
+    found: list[str] = []
+    for each in map(shlex.quote, shlex.split(command)[1:]):
+        is_option = each.startswith("-") and not each[1:2].isdigit()
+        if is_option or not found or not found[-1].startswith("-"):
+            found.append(each)
+        else:
+            found[-1] += f" {each}"
+    return tuple(found)
 
 
 def _require_counts(run: _Read) -> None:
@@ -168,4 +182,4 @@ def _side(run: _Read, before: _Read | None = None) -> Side:
         if not progress.ended:
             notes.append(f"{part.name or 'the run'} is still running, or was killed: only its data on disk is compared")
         notes += session.notes
-    return Side(run.path, "; ".join(filter(None, words)), tuple(dict.fromkeys(notes)))
+    return Side(run.path, "; ".join(filter(None, words)), tuple(dict.fromkeys(notes)), run.arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -45,12 +45,14 @@ from mpinspect.reporting.document import (
 )
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
-from mpinspect.reporting.words import NOT_APPLICABLE, duration, filled, number_of, percent
+from mpinspect.reporting.words import NOT_APPLICABLE, and_more, duration, filled, number_of, percent
 from mpinspect.run.diff.products import KernelsDiff, Product, ShapesDiff
 from mpinspect.run.diff.report import DiffReport, ModelDiff, Side
 
 #: Letters of the longest headline.
 _LONGEST = 160
+#: The most arguments of a run in a headline.
+_ARGUMENTS = 3
 _NOTES, _MODELS = Limit(8, 50), Limit(4, 50, "more models that differ less (JSON)")
 
 
@@ -106,7 +108,7 @@ def _front(report: DiffReport) -> Front:
         *lines(*([] if is_short else [first]), *others, tone="lead"),
         *(Line(f"{model.name}: {headline(model.ranges)}") for model in models[1 : _MODELS.terminal]),
         *_advice(report),
-        *section("Settings that differ", Items(tuple(settings), BESIDE)),
+        *section("More settings that differ", Items(tuple(settings), BESIDE)),
         _sides(report),
     )
     # Findings have evidence, which no set can hold.
@@ -153,13 +155,21 @@ def _verdict_parts(report: DiffReport) -> list[str]:
         parts = list(headline_parts(first.ranges))
     if first and len(report.models) > 1:
         parts[0] = f"{first.name}: {parts[0]}"
+    one, other = report.first.arguments, report.second.arguments
+    if one != other:
+        parts.insert(1, f"Arguments that differ: A {_without(one, other)}; B {_without(other, one)}.")
     if report.shapes is not None and report.shapes.changes:
-        parts[-1] = (
-            f"{parts[-1][:-1]}; products differ in {report.shapes.aspects} ({len(report.shapes.changes):,} of them)."
-        )
+        products = number_of(len(report.shapes.changes), "matrix product")
+        parts[-1] = f"{parts[-1][:-1]}; {products} differ in {report.shapes.aspects}."
     if report.kernels is not None and report.kernels.changes:
         parts[-1] = f"{parts[-1][:-1]}; kernels differ in {number_of(len(report.kernels.changes), 'module')}."
     return parts
+
+
+def _without(arguments: Sequence[str], others: Sequence[str]) -> str:
+    """Return in words the arguments that are not among the others."""
+    own = [each for each in arguments if each not in others]
+    return f"{' '.join(own[:_ARGUMENTS])}{and_more(len(own) - _ARGUMENTS)}" or "none"
 
 
 def _urgency(model: ModelDiff) -> tuple[bool, bool, bool, int]:

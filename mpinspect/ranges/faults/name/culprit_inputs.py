@@ -207,8 +207,8 @@ class _Outliers(Sentences):
         "repairs a forward."
     )
     LEAVE_LOSSES_OUT = (
-        "Standardise or clamp the model's input, or leave the losses of such samples out: every rank needs its backward. No loss "
-        "scale repairs a forward."
+        "Leave the losses of such samples out: every rank needs its backward. To keep them, standardise or clamp the model's "
+        "input. No loss scale repairs a forward."
     )
 
 

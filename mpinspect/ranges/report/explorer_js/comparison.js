@@ -65,9 +65,9 @@ export class Comparison {
     const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", { className: control === this.kind ? "roomy" : "" }, element("span", {}, words), control);
     const heads = ["A", "B", "B minus A"].map((words, place) => element("th", { scope: "col", className: "map" }, element("b", {}, words), this.axes[place]));
     this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
-      element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "elsewhere"), element("th", { scope: "col", title: "the first step in which it moved, by more than it does by itself" }, "from step"))), this.body));
+      element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "moved"), element("th", { scope: "col", title: "the first step in which it moved, by more than it does by itself" }, "from step"))), this.body));
     this.root.replaceChildren(element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [label("Steps", this.block), this.steps] : [])), this.said, this.rows,
-      this.legend = element("p", { className: "legend" }, entry("A and B: the darker, the larger the share; the format's edges at each run's own loss scale."), entry(STRIP), entry("B minus A: up where B has more, down where A has.")));
+      this.legend = element("p", { className: "legend" }, entry("A and B: the stronger the colour, the larger the share; the format's edges at each run's own loss scale."), entry(STRIP), entry("B minus A: up where B has more, down where A has."), entry("moved: the share of elements in other powers of two.")));
     this.root.classList.add("explorer");
     this.root.classList.toggle("mild", !this.opening.grave);
     this.kind.addEventListener("change", () => this.change({ kind: this.kind.value }));

@@ -108,7 +108,7 @@ export function fp32Code(module, isNarrow) {
 function facts(view, layer, { h, all, flushed, subnormal, low, high }) {
   const { format, scale } = view.state;
   const over = low === high ? number(low) : `${number(low)} to ${number(high)}`;
-  const fate = all ? `${number(flushed)} flushed to zero, ${number(subnormal)} kept with fewer bits, ${over} overflowed` : "no finite non-zero element, so its losses are unknown";
+  const fate = all ? `${number(flushed)} flushed to zero, ${number(subnormal)} kept with fewer bits, ${over} overflowed` : "no finite non-zero element";
   const said = [
     `${number(all)} finite non-zero elements were counted in ${view.stepsInWords}, ${number(h.zeros)} zeros, ${number(h.infs)} infinities, ${number(h.nans)} NaNs.`,
     `${format.label}${view.isScaled() ? ` at a loss scale of ${power(scale)}` : ""}: ${fate}.`,

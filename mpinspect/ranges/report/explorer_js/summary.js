@@ -36,7 +36,7 @@ function scaleOf(view) {
 /** @param {import("./view.js").View} view @param {any[]} valued @param {number} broken how many tensors hold infinities or NaNs */
 function losses(view, valued, broken) {
   const { ofKind: own, data, state } = view;
-  if (!valued.length) return `losses are unknown, since ${own.length === 1 ? "the tensor holds" : `the ${own.length} tensors hold`} no finite non-zero element`;
+  if (!valued.length) return own.length === 1 ? "the tensor holds no finite non-zero element" : `the ${own.length} tensors hold no finite non-zero element`;
   const hiding = own.some((/** @type {any} */ layer) => view.hiddenIn(layer, view.figures(layer)));
   const losing = own.filter((/** @type {any} */ layer) => view.lossOf(layer) > 0.01).length;
   const over = valued.filter((each) => each.high > 0).length;

@@ -116,13 +116,19 @@ export class Timeline {
     return scales.filter((/** @type {any} */ [, value], /** @type {number} */ place) => place && value !== null && value < (scales[place - 1][1] ?? -Infinity) - ROUNDING);
   }
 
-  /** Shades the steps from that on in which the trouble began, to its end if that is known, and says what began. @param {any} drawn */
+  /** Shades the steps from that on in which the trouble began, to its end if that is known. @param {any} drawn */
   since({ picture, x, right, bottom }) {
-    const { step, until, said } = this.view.data.opening;
+    const { step, until } = this.view.data.opening;
     if (step === null) return;
     const end = until === null ? right : Math.min(x(until + 1), right);
     picture.append(svg("rect", { x: x(step), width: Math.max(end - x(step), 0), y: TOP, height: bottom - TOP, class: "since" }),
       svg("line", { x1: x(step), x2: x(step), y1: TOP, y2: bottom, class: "since" }));
+  }
+
+  /** Says what began, above all that is drawn. @param {any} drawn */
+  began({ picture, x, right, bottom }) {
+    const { step, said } = this.view.data.opening;
+    if (step === null) return;
     // The steps that are shown lie to the left.
     const [needs, isLeft] = [said.length * LETTER, said.length * LETTER < right - x(step)];
     if (isLeft || needs < x(step) - LEFT) picture.append(svg("text", { x: x(step) + (isLeft ? 6 : -6), y: bottom - 5, "text-anchor": isLeft ? "start" : "end", class: "since" }, said));
@@ -151,6 +157,7 @@ export class Timeline {
       ...data.events.map((/** @type {any} */ event) => svg("g", { class: event.step < (data.opening.step ?? 0) ? "event earlier" : "event" },
         svg("title", {}, event.words), svg("line", { x1: x(event.step), x2: x(event.step), y1: TOP + 6, y2: bottom }),
         svg("path", { d: (event.value === "nan" ? ring : cross)(x(event.step)) }))));
+    this.began(drawn);
     return drawn;
   }
 
