@@ -51,8 +51,7 @@ def state_of(findings: Sequence[Finding]) -> tuple[str, Tone]:
 def change(findings: Sequence[Finding]) -> Iterator[Block]:
     """Yield the first finding that asks for a change, and the change."""
     for found in islice((finding for finding in findings if finding.is_alarm), 1):
-        yield Line(found.message)
-        yield from nonempty(Line(filled("Change: {}", found.fix), "lead"), Code(found.code))
+        yield from nonempty(Line(filled("Change: {}", found.fix), "lead"), Code(found.code), Line(found.message))
 
 
 def as_tab(title: str, document: Document, findings: Sequence[Finding]) -> Tab:

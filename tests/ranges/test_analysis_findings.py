@@ -344,7 +344,7 @@ def test_frequent_skips_are_a_warning():
     ("has_scaler", "fix"), [(True, "begin at a smaller loss scale, such as 8,"), (False, "GradScaler")]
 )
 def test_a_run_with_a_scaler_is_told_where_to_begin_and_not_to_take_a_scaler(has_scaler, fix):
-    scales = tuple(ScaleChange(step, 2.0 ** (16 - index)) for index, step in enumerate(range(20, 34)))
+    scales = tuple(ScaleChange(step, 2.0 ** (16 - index)) for index, step in enumerate(range(86, 100)))
     events = tuple(event(change.step, value="nan", loss_scale=change.scale) for change in scales[:-1])
     precision = Precision(scalers=(ScalerRecord("GradScaler", True, 2.0**16, 2000),) if has_scaler else ())
     progress = Progress(100, 100, len(events), 100, True, scales=scales)
@@ -353,6 +353,13 @@ def test_a_run_with_a_scaler_is_told_where_to_begin_and_not_to_take_a_scaler(has
     finding = found(analyse(session), "non-finite-event")
     assert fix in finding.fix
     assert ("GradScaler" in finding.fix) != has_scaler
+
+
+@pytest.mark.parametrize(("bursts", "severity"), [([20], "info"), ([20, 45, 70], "warning"), ([86], "warning")])
+def test_one_search_for_a_lower_scale_is_no_fault_if_it_ended(bursts, severity):
+    """Gradients may grow once, as at new data."""
+    events = [event(start + more, loss_scale=2.0 ** (16 - more)) for start in bursts for more in range(12)]
+    assert found(steps_with(events), "non-finite-event").severity == severity
 
 
 def test_steps_skipped_for_the_forward_are_not_ascribed_to_the_backward():

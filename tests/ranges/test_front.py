@@ -942,7 +942,7 @@ def test_the_headline_says_where_and_when_it_began():
     )
     # The alarm beside an event's own place does not repeat it.
     of_event = analyse(broken())
-    assert began(of_event) == ("Non-finite event: in 'blocks.1.fc1'", "step 5, forward, first NaN")
+    assert began(of_event) == ("Forward not finite: in 'blocks.1.fc1'", "step 5, forward, first NaN")
     assert headline_of(finding, of_event) == headline_of(finding)
     earlier = replace(finding, id="weights-exploded", severity="error", step=2)
     assert headline_of(earlier, of_event) == "Weights exploded: in 'blocks.0.fc2', first in step 2"
@@ -999,7 +999,7 @@ def test_a_numbered_module_has_its_class_beside_it_in_every_form(browser: Any, t
         assert "blocks.1.0' (Linear)" in text.replace("\\", "")
         assert "blocks.0.2 (Linear)" in text.replace("\\", "")
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
-    assert page.text_content(".panel > p >> nth=0") == "Non-finite event: in 'blocks.1.0' (Linear)"
+    assert page.text_content(".panel > p >> nth=0") == "Forward not finite: in 'blocks.1.0' (Linear)"
     assert page.text_content(".explorer tr.marked th") == "blocks.1.0 (Linear)"
     assert "'blocks.1.0' (Linear), step 5" in page.text_content(".panel .finding >> nth=0")
     # Its path leads to it.

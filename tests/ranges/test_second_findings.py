@@ -200,7 +200,8 @@ def test_the_operand_that_was_not_finite_is_named_as_in_the_line(source, tensor)
     events, progress = (broken(4),), Progress(20, 20, 0, 20, True)
     session = session_of({weight("w"): FINE}, measurements=[stored], precision=FP16, events=events, progress=progress)
     (cause,) = (each for each in analyse(session).findings if each.id == "breaks-in-fp32-too")
-    assert (f"takes {tensor}, which holds 3 infinite" in cause.message) == bool(tensor)
+    assert (f"takes {tensor}, which is not finite" in cause.message) == bool(tensor)
+    assert (f"Correct {tensor}, which holds 3 infinite or NaN values." in cause.fix) == bool(tensor)
     assert (f"print((~{tensor}.isfinite())" in cause.code) == bool(tensor)
     compile(cause.code, "fix", "exec")
 
@@ -336,7 +337,7 @@ def test_the_place_of_the_first_event_is_named_as_in_the_event(what, module, pla
     finding = findings(born, precision=FP16, events=(first,))["overflow-in-operator"]
     assert (finding.step, finding.layer) == (4, module)
     assert finding.message.startswith("In train.py:7, mul overflows FP16 in 2 elements")
-    assert finding.message.endswith("It began in step 4. The figures are of step 7, computed a second time in FP32.")
+    assert finding.message.endswith("It began in step 4; step 7 was computed a second time for these figures, in FP32.")
 
 
 def test_an_overflow_counts_its_elements():

@@ -382,7 +382,7 @@ def test_a_page_names_the_failure_once_below_its_top():
     shown = re.sub(r'<span class="meaning">.*?</span>|<[^>]*>', "", render(report, ".html"))
     # The headline of the HTML page has the module.
     when = report.first_line.replace(" 'decoder.3.attn',", "")
-    assert "Non-finite event: in 'decoder.3.attn'\n" in shown
+    assert "Backward not finite: in 'decoder.3.attn'\n" in shown
     for page, line in ((shown, when), (render(report, ".md"), report.first_line)):
         assert page.count("a loss scale of 65536") == 1, page
         assert page.count(line) == 1

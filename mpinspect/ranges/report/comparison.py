@@ -13,6 +13,7 @@ from mpinspect.ranges.faults.registry import depends_on_scale, what_broke
 from mpinspect.ranges.kinds import kind_named, phrase
 from mpinspect.ranges.report.explorer import Mapped, has_map, widget
 from mpinspect.ranges.report.front import change_blocks
+from mpinspect.ranges.report.place import Began, began
 from mpinspect.ranges.report.scale_line import scale_in_brief
 from mpinspect.reporting.document import (
     Block,
@@ -116,6 +117,13 @@ def _trouble(diff: RangeDiff) -> tuple[str, ...]:
     if settings:
         return (f"{name} alone is not healthy.", settings, f"{name}: {one or other}.")
     return (f"{name} alone is not healthy: {one or other}.",)
+
+
+def began_alone(diff: RangeDiff) -> Began:
+    """Return where the one broken run began to break, unless its settings are to be undone."""
+    name = _broken_alone(diff)
+    found = Began() if not name or _undoes(diff) else began(_run(diff, name))
+    return found._replace(headline=filled(f"Only {name} is broken. {{}}", found.headline))
 
 
 def _broken_alone(diff: RangeDiff) -> str:

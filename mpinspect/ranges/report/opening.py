@@ -125,8 +125,9 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
         first = event.step if found.step is None else min(event.step, found.step)
         block = _healthy(first, found.kind, found.marked or found.near, blocks)
         words = f"{words} {_shown(first, block, blocks)}".strip()
-        if block != WHOLE and not is_other:
-            scale = _scale_at(report.session, blocks[block].last_step, scale)
+        if not is_other:
+            step = event.step if block == WHOLE else blocks[block].last_step
+            scale = _scale_at(report.session, step, scale)
     return Opening(format, scale, found, block, has_curve, is_elsewhere, words, _last_skipped(event, report))
 
 

@@ -15,6 +15,7 @@ from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.words import filled, upper_first
 
 #: The ids of findings on many layers, which name the worst.
+_EVENT = "non-finite-event"
 _OF_WORST = frozenset(
     {"updates-lost", "gradients-flushed", "gradients-already-flushed", "scale-too-low", "scale-unknown"}
 )
@@ -63,7 +64,9 @@ def began(report: RangeReport) -> Began:
     finding, event = next((each for each in report.findings if each.is_alarm), None), what_broke(report)
     if finding is None and event is None:
         return Began()
-    cause = in_words("non-finite-event" if finding is None else finding.id)
+    cause = in_words(_EVENT if finding is None else finding.id)
+    if event is not None and cause == in_words(_EVENT) and event.phase in ("forward", "backward"):
+        cause = f"{upper_first(event.phase)} not finite"
     name = report.session.with_classes
     if event is not None and (finding is None or _is_cause(finding, event)):
         place, is_own = _of_event(event, finding)

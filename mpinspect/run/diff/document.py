@@ -15,6 +15,7 @@ from mpinspect.ranges.report.comparison import (
     BESIDE,
     ROWS,
     advice,
+    began_alone,
     blocks,
     headline,
     headline_parts,
@@ -23,6 +24,7 @@ from mpinspect.ranges.report.comparison import (
     trouble,
 )
 from mpinspect.ranges.report.front import NO_MAP
+from mpinspect.ranges.report.place import Began
 from mpinspect.ranges.windows.tensors import LostUpdates
 from mpinspect.reporting.document import (
     Block,
@@ -102,12 +104,17 @@ def _front(report: DiffReport) -> Front:
     changes = dict.fromkeys(change for model in models for change in model.ranges.settings)
     first, *others = _verdict_parts(report)
     settings = (Item(change.words) for change in changes if change.words not in " ".join(others))
+    place = Began() if several else began_alone(models[0].ranges)
     # A finding's whole message is too long for a headline.
     is_short = len(first) <= _LONGEST
-    beside: tuple[Block, ...] = (
-        *lines(*([] if is_short else [first]), *others, tone="lead"),
+    said = (
+        *lines(*([] if is_short or place.headline else [first]), *others, tone="lead"),
         *(Line(f"{model.name}: {headline(model.ranges)}") for model in models[1 : _MODELS.terminal]),
+    )
+    beside: tuple[Block, ...] = (
+        *(() if place.headline else said),
         *_advice(report),
+        *(said if place.headline else ()),
         *section("More settings that differ", Items(tuple(settings), BESIDE)),
         _sides(report),
     )
@@ -124,7 +131,8 @@ def _front(report: DiffReport) -> Front:
         tuple(_listed(each, owners.get(id(each)), several) for each in report.findings if each.is_alarm),
         picture=next((replace(found, title="", of="Runs") for found in maps(named)), None),
         without=NO_MAP,
-        headline=first if is_short else "",
+        headline=place.headline or (first if is_short else ""),
+        alarm=place.alarm,
     )
 
 

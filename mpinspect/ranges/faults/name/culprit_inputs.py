@@ -118,10 +118,10 @@ class _Batch(Sentences):
     TARGETS = "In step {step} the targets hold infinities or NaNs{places}: the model did not make them."
     ALSO = "The model's input was not finite in {further:count further step}."
     ALONE = "The model's input was finite in all other steps."
-    LOOK = "Leave these samples out before they reach the model, and look at their preprocessing."
+    LOOK = "Leave out samples that are not finite before they reach the model, and look at their preprocessing."
     LOOK_ON_EACH_RANK = (
-        "Look at these samples and their preprocessing. Repair them or leave their losses out: every rank needs its "
-        "backward."
+        "Leave out the losses of samples that are not finite, but no rank's backward, and look at the preprocessing of these "
+        "samples."
     )
 
 
@@ -203,11 +203,11 @@ class _Outliers(Sentences):
     )
     AGAIN = "It is so in at least {further:count further step}."
     LEAVE_OUT = (
-        "Leave out such samples before they reach the model. To keep them, standardise or clamp the model's input. No loss scale "
-        "repairs a forward."
+        "Leave out samples beyond 65504 before they reach the model. To keep them, standardise or clamp the model's input. No "
+        "loss scale repairs a forward."
     )
     LEAVE_LOSSES_OUT = (
-        "Leave the losses of such samples out: every rank needs its backward. To keep them, standardise or clamp the model's "
+        "Leave out the losses of samples beyond 65504, but no rank's backward. To keep them, standardise or clamp the model's "
         "input. No loss scale repairs a forward."
     )
 

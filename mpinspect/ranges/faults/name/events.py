@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from mpinspect.ranges.analysis.drift import LONGEST_GROWTH_INTERVAL, SHORTEST_GROWTH_INTERVAL
 from mpinspect.ranges.analysis.evidence import survived
@@ -425,8 +426,16 @@ def _keeps_skipping(steps: Sequence[int], skipped: int, session: Session) -> boo
         scales = [event.loss_scale for event in session.events]
         # Every step so far was skipped, which cannot end unless the scale falls.
         return skipped >= FEWEST_SKIPS and len(set(scales)) == 1
-    later, rest = skipped - opening, session.progress.steps - opening
+    later, rest = skipped - opening - _search(steps[opening:], session.progress.steps), session.progress.steps - opening
     return later >= FEWEST_SKIPS and later > SKIPPED_TOLERANCE * rest
+
+
+def _search(steps: Sequence[int], of: int) -> int:
+    """Return the number of skips, but for one, of the longest search for a lower scale that ended within the run: gradients may
+    grow once, as at new data, and a dynamic scaler follows."""
+    bursts = [[step for _, step in group] for _, group in groupby(enumerate(steps), lambda each: each[1] - each[0])]
+    ended = (len(burst) for burst in bursts if len(burst) <= LONGEST_SEARCH and burst[-1] + len(burst) < of)
+    return max(ended, default=1) - 1
 
 
 # -- without events -----------------------------------------------------------------------------------------------------

@@ -60,10 +60,10 @@ class Born(Sentences):
         "{at_origin}, {origin_operator} makes numbers up to {near:.3g}, near {dtype:format}'s end of {end:g}; in {place}, "
         "{operator} overflows in {count:count element}: the exact result is finite, up to {largest:.3g}."
     )
-    FIRST = "It began in step {step}. The figures are of step {measured}, computed a second time in FP32."
+    FIRST = "It began in step {step}; step {measured} was computed a second time for these figures, in FP32."
     FIRST_OF_BACKWARD = (
-        "It began in the backward of step {step}, in {first_place}, and recurred at far lower loss scales. The figures are of "
-        "step {measured}, computed a second time in FP32."
+        "It began in the backward of step {step}, in {first_place}, and recurred at far lower loss scales; step {measured} was "
+        "computed a second time for these figures, in FP32."
     )
     OF_BOUND = (
         "Its argument is {bound.given:g} in {dtype:format} there, and {bound.exact:.3g} in FP32: {bounding} ({bound_line}) is "
@@ -80,7 +80,7 @@ class Born(Sentences):
     FURTHER = "It overflows in {further}, too."
     EPSILON = "If it has an epsilon: FP16 rounds one below 3e-8 to zero."
     SUM_IN_FP32 = "Cast the terms to FP32 before they are added up, and keep the result in FP32."
-    PRODUCT_IN_FP32 = "Compute {operator} and the operators that take its result in FP32."
+    PRODUCT_IN_FP32 = "Use FP32 for {operator}, and for the operators that take its result."
     BOUND_EXP = "Bound the exponent, or compute the exponential and its factors in FP32."
     OF_EXPONENT = (
         "Before it, exp{at_exponent} gets arguments up to {exponent:.3g}; exp(11.09) is FP16's largest number."
@@ -301,8 +301,8 @@ class _Alike(Sentences):
         "Correct the inputs of {operator} in {place}. Look for a zero that divides, the logarithm of zero, an empty row, or a "
         "constant that was rounded to 16 bits before the step, such as a noise schedule."
     )
-    TAKES = "{at}, {operator} takes {tensor}, which holds {given:count infinite or NaN value}."
-    MAKER = "Look at the code that makes {tensor}."
+    TAKES = "{at}, {operator} takes {tensor}, which is not finite."
+    MAKER = "Correct {tensor}, which holds {given:count infinite or NaN value}."
     SHOW_TENSOR = "# the elements that break\nprint((~{tensor}.isfinite()).nonzero())"
     SHOW = "y = {of_inputs}\n# the elements that break\nprint((~y.isfinite()).nonzero())"
 
