@@ -49,15 +49,22 @@ quick: $(VENV)/.dev ## the tests that start no process and train nothing: within
 ARITHMETIC := tests/runtime/test_emulation.py tests/runtime/test_bit_identity.py tests/ranges/test_probe.py
 
 .PHONY: test-processors
-test-processors: $(VENV)/.dev ## the arithmetic's tests again, with older processors' instructions and other numbers of threads
-	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) -q $(ARITHMETIC)
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(IN_PARALLEL) -q $(ARITHMETIC)
+test-processors: .test-avx2 .test-sse ## the arithmetic's tests again, with older processors' instructions and other numbers of threads
 
-# mypy takes one core, and so does Sphinx, some ten seconds; what counts is compiled beside them. dist is for a release: it builds in
-# environments of its own and trains the demo again, which the tests do too.
+# One process each: make --jobs=2 runs both at a time.
+.PHONY: .test-avx2
+.test-avx2: $(VENV)/.dev
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARITHMETIC)
+
+.PHONY: .test-sse
+.test-sse: $(VENV)/.dev
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q $(ARITHMETIC)
+
+# Compiling what counts takes one core for most of a minute, while all processes of tests wait. mypy and Sphinx take the others.
+# dist is for a release: it builds in environments of its own and trains the demo again, which the tests do too.
 .PHONY: check
 check: $(VENV)/.docs ## all that CI runs: lint, docs, test-processors, test
-	$(MAKE) --jobs=2 --output-sync=target lint docs test-processors
+	$(MAKE) --jobs=5 --output-sync=target test-processors lint docs $(VENV)/.js
 	$(MAKE) test
 
 .PHONY: lint
