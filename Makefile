@@ -63,7 +63,7 @@ test-processors: .test-avx2 .test-sse ## the arithmetic's tests again, with olde
 # Compiling what counts takes one core for most of a minute, while all processes of tests wait. mypy and Sphinx take the others.
 # dist is for a release: it builds in environments of its own and trains the demo again, which the tests do too.
 .PHONY: check
-check: $(VENV)/.docs ## all that CI runs: lint, docs, test-processors, test
+check: $(VENV)/.dev ## all that CI runs: lint, docs, test-processors, test
 	$(MAKE) --jobs=5 --output-sync=target test-processors lint docs $(VENV)/.js
 	$(MAKE) test
 
@@ -74,7 +74,7 @@ lint: $(VENV)/.dev ## ruff (rules and format) and mypy --strict
 	$(BIN)/mypy
 
 .PHONY: docs
-docs: $(VENV)/.docs ## build the documentation site, offline, warnings as errors, into build/docs
+docs: $(VENV)/.dev ## build the documentation site, offline, warnings as errors, into build/docs
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --doctree-dir build/doctrees docs build/docs
 	@echo "build/docs/index.html opens in a browser"
 
@@ -84,7 +84,7 @@ OUTSIDE := build/outside
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: dist
-dist: $(VENV)/.docs ## build wheel and sdist into dist, check their metadata, install the wheel in a clean environment and run it
+dist: $(VENV)/.dev ## build wheel and sdist into dist, check their metadata, install the wheel in a clean environment and run it
 	rm -rf dist build/lib $(OUTSIDE)
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python -m twine check --strict dist/*
@@ -167,8 +167,8 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	@echo "installing mpinspect and what its tests need into $(VENV)"
-	@$(PIP) -e '.[dev]'
+	@echo "installing mpinspect and what its tests and its documentation need into $(VENV)"
+	@$(PIP) -e '.[dev,docs]'
 	@touch $@ $(VENV)/.package
 
 # TypeScript checks the types in the page's scripts, axe-core whether everyone can read the page. Without npm, or where no registry
@@ -176,11 +176,6 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 $(VENV)/.js: $(VENV)/.torch Makefile
 	@command -v npm > /dev/null && npm install --prefix $(VENV)/js --silent --no-fund --no-audit typescript@5.9 axe-core@4 || \
 		echo "TypeScript and axe-core are not installed: the page's scripts and its accessibility are not checked" >&2
-	@touch $@
-
-$(VENV)/.docs: $(VENV)/.dev
-	@echo "installing what builds the documentation and the distribution into $(VENV)"
-	@$(PIP) -e '.[dev,docs]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

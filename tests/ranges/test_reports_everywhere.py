@@ -21,7 +21,7 @@ def test_every_session_has_a_dataframe(name):
 
 @pytest.mark.parametrize("name", SESSIONS)
 def test_every_session_has_pictures(name, tmp_path, monkeypatch):
-    """``save`` draws both pictures of the hand-made report, with few pixels; of the analysed one only the range offset is drawn."""
+    """``save`` draws both pictures of the hand-made report, in few pixels; of the analysed one the range offset is laid out."""
     monkeypatch.setattr(plot_style, "DPI", 30)
     plots.range_offset(ANALYSED[name]).draw_without_rendering()
     path = plots.save(REPORTS[name], tmp_path / "picture.png")
