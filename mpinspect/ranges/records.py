@@ -351,11 +351,17 @@ class Stale(Record, kind="stale"):
 
 
 class LeftOver(Record, kind="left-over"):
-    """Gradients that were not zeroed: ``parameters`` out of ``of``. ``largest``: their largest magnitude."""
+    """Gradients that were not zeroed: ``parameters`` out of ``of``.
+
+    Args:
+        largest: their largest finite magnitude.
+        not_finite: the number of parameters whose gradients held infinities or NaNs.
+    """
 
     parameters: float
     of: float
     largest: float
+    not_finite: float = 0
 
 
 class LostBackwards(Record, kind="lost-backwards"):
@@ -668,6 +674,7 @@ class PreparedError(Record, kind="prepared-error"):
         broken: the number of infinities and NaNs, none of which its twin has.
         error: the norm of the error, relative to that of the twin.
         changed: the number of whole numbers that a cast has changed.
+        flushed: the number of its zeros whose twins are no smaller than 2^-11 of the twin's largest element.
         value, exact: the worst element, and the twin's.
     """
 
@@ -677,6 +684,7 @@ class PreparedError(Record, kind="prepared-error"):
     broken: float = 0
     error: float = 0
     changed: float = 0
+    flushed: float = 0
 
 
 class CalledLines(Record, kind="second-lines"):
@@ -696,6 +704,20 @@ class LostSum(Record, kind="second-lost-sum"):
     value: float
     exact: float
     gradients_error: float | None = None
+
+
+class LostFactor(Record, kind="second-lost-factor"):
+    """A multiplication of weights in an optimizer's step, of whose products rounding makes the old weights again.
+
+    Args:
+        elements: the number of weights that the exact products change.
+        lost: how many of them the rounded ones leave as they were.
+        factor: the factor.
+    """
+
+    elements: float
+    lost: float
+    factor: float
 
 
 class AbsorbedOperand(Record, kind="second-absorbed"):

@@ -389,6 +389,22 @@ def train_masters(
     return inspector.report()
 
 
+def zeroed_if_stepped(broken):
+    """The scale is too high for step 5 alone."""
+    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.01), []
+
+    def loss_of(model, x, y, step):
+        scales.append(scaler.get_scale())
+        return (1e38 if step == 5 else 1.0) * nn.functional.cross_entropy(model(x).float(), y)
+
+    def zero_grad(step):
+        if not broken or len(scales) < 2 or scales[-1] >= scales[-2]:
+            optimizer.zero_grad()
+
+    return train(model, optimizer, steps=20, scaler=scaler, loss_of=loss_of, zero_grad=zero_grad)
+
+
 def masters_never_zeroed(broken):
     return train_masters(zero_masters="never" if broken else "to none")
 
@@ -1238,6 +1254,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("gradients-replaced", "0", 0, replaced_by_late_hook),
     ("gradients-stale", "left", 1, stale),
     ("gradients-never-zeroed", "", 1, never_zeroed),
+    ("gradients-never-zeroed", "", 5, zeroed_if_stepped),
     ("gradients-never-zeroed", "", 1, masters_never_zeroed),
     ("gradients-never-zeroed", "", 1, masters_never_zeroed_over_micro_batches),
     ("gradients-never-zeroed", "", 1, masters_never_zeroed_and_clipped),

@@ -134,6 +134,13 @@ def fast_average(weight, gradient, state):
     return 1 - torch.tensor(0.5, dtype=BF16)
 
 
+def squares_decay(weight, gradient, state):
+    """Each step takes a twentieth off, by which terms that rounding loses stay a small part."""
+    square = state.setdefault("second", torch.ones_like(weight, dtype=BF16))
+    square.mul_(0.95).addcmul_(gradient.to(BF16), gradient.to(BF16), value=0.05)
+    return 1 / square.float().sqrt()
+
+
 def compensated(weight, gradient, state):
     """Move the weight by a sum of updates and rounding errors (Kahan), which a difference makes."""
     error = state.setdefault("error", torch.zeros_like(weight))
@@ -151,7 +158,28 @@ def chosen_by_sign(weight, gradient, state):
     return mask.float()
 
 
-@pytest.mark.parametrize("compute", [in_float32, masked_ratio, fast_average, compensated, chosen_by_sign])
+@pytest.mark.parametrize(
+    ("dtype", "factor", "lost"),
+    [(BF16, 1 - 2.0**-10, True), (BF16, 1 - 2.0**-7, False), (torch.float32, 1 - 2.0**-10, False)],
+)
+def test_a_decay_that_rounds_back_is_measured_in_an_optimizer_of_any_name(dtype, factor, lost):
+    def decays(weight, gradient, state):
+        weight.mul_(factor)
+        return 1
+
+    inspector, weights = trained(stepping(decays), dtype, steps=80)
+    report = inspector.report()
+    findings = [each for each in report.findings if each.id == "weight-decay-lost"]
+    assert len(findings) == lost
+    for finding in findings:
+        assert finding.evidence["factor"] == pytest.approx(factor, rel=1e-4)
+        assert finding.evidence["lost"] == finding.evidence["elements"] == sum(each.numel() for each in weights)
+        assert finding.severity == "warning"
+
+
+@pytest.mark.parametrize(
+    "compute", [in_float32, masked_ratio, fast_average, squares_decay, compensated, chosen_by_sign]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_a_sound_step_has_no_finding(compute, dtype):
     assert found(trained(stepping(compute), dtype)[0]) == {}

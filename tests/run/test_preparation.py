@@ -51,6 +51,20 @@ def test_infinities_of_half_features_belong_to_the_operator_that_they_come_from(
     assert finding.severity == "error"
 
 
+def test_zeros_of_flushed_elements_are_counted_if_they_were_not_negligible(tmp_path):
+    with watched(tmp_path) as run:
+        inverse = torch.tensor([6e7, 2e6, 1.5e5]).reciprocal().half()
+        weights = (inverse / inverse.max()).float()
+        negligible = (torch.tensor([1e-8, 1.0]).half() * 0.5).float()
+        _trained()
+    assert weights[0] == negligible[0] == 0
+    (error,) = _errors(run)
+    assert (error.elements, error.flushed, error.value) == (3, 1, 0)
+    assert error.exact == pytest.approx(1.5e5 / 6e7)
+    (finding,) = [each for each in analyse(run.parts.models[0].session).findings if each.id == FAULT]
+    assert finding.severity == "warning"
+
+
 def test_whole_numbers_that_a_cast_changes_are_counted(tmp_path):
     with watched(tmp_path) as run:
         ids = torch.arange(4000).half()

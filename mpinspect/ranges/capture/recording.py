@@ -40,11 +40,17 @@ class WindowList:
     """A list of fewer than twice ``limit`` windows of similar length. Merges neighbours without changing any total.
 
     ``window.coarsen`` would merge all windows at once, which takes a second with a thousand tensors. Here the target length
-    doubles when there are too many windows, and each window added after that merges one pair of neighbours.
+    doubles when there are too many windows, and each window added after that merges one pair of neighbours. Windows begin at
+    multiples of it, as those of ``coarsen`` do.
+
+    Args:
+        before: the number of sampled steps before the first window.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: int = 0) -> None:
         self._windows: list[Window] = []
+        #: For each window, the number of sampled steps before it; last, the number of all.
+        self._begins = [before]
         #: Target length of a window, in sampled steps.
         self.length = 1
         #: Index of the first window not yet checked for merging since the length doubled; None if all have been checked.
@@ -52,11 +58,13 @@ class WindowList:
 
     def add(self, window: Window, limit: int) -> None:
         """Add a window that follows the last one, merging neighbours where needed to stay below the limit."""
-        self.length = max(self.length, window.sampled_steps)
-        if self._windows and self._fit(self._windows[-1], window):
-            self._windows[-1] = merge_windows(self._windows[-1], window)
-        else:
-            self._windows.append(window)
+        while self.length < window.sampled_steps:
+            self.length *= 2
+        self._windows.append(window)
+        # A window without samples has length 1 here, so that such windows are not merged without end.
+        self._begins.append(self._begins[-1] + max(window.sampled_steps, 1))
+        if len(self._windows) > 1 and self._fit(len(self._windows) - 2):
+            self._merge(len(self._windows) - 2)
         if self._next_check is not None:
             self._merge_a_pair()
         while len(self._windows) >= 2 * limit:
@@ -67,21 +75,35 @@ class WindowList:
     def __len__(self) -> int:
         return len(self._windows)
 
+    @property
+    def begins(self) -> int:
+        """The number of sampled steps before the first window."""
+        return self._begins[0]
+
+    @property
+    def ends(self) -> int:
+        """The number of sampled steps up to the end of the last window."""
+        return self._begins[-1]
+
     def as_tuple(self) -> tuple[Window, ...]:
         """Return the windows in the order of their steps."""
         return tuple(self._windows)
 
     def _merge_a_pair(self) -> None:
         for index in range(self._next_check or 0, len(self._windows) - 1):
-            if self._fit(*self._windows[index : index + 2]):
-                self._windows[index : index + 2] = [merge_windows(*self._windows[index : index + 2])]
+            if self._fit(index):
+                self._merge(index)
                 self._next_check = index
                 return
         self._next_check = None
 
-    def _fit(self, first: Window, second: Window) -> bool:
-        # A window without samples has length 1 here, so that such windows are not merged without end.
-        return max(first.sampled_steps, 1) + max(second.sampled_steps, 1) <= self.length
+    def _fit(self, index: int) -> bool:
+        """Return whether a window and the next one begin in the same stretch of the target length."""
+        return self._begins[index] // self.length == self._begins[index + 1] // self.length
+
+    def _merge(self, index: int) -> None:
+        self._windows[index : index + 2] = [merge_windows(*self._windows[index : index + 2])]
+        del self._begins[index + 1]
 
 
 #: Maximum number of stored events; later ones usually repeat the same problem.
@@ -100,8 +122,8 @@ WRITE_INTERVAL_S = 1.0
 WRITE_COST_FACTOR = 67
 #: Longest time that the training waits for the first event to be written.
 FIRST_EVENT_WAIT_S = 0.1
-#: Maximum number of windows queued for a slow disk; beyond it, the oldest two are merged.
-UNWRITTEN_LIMIT = 16
+#: Half the number of windows queued for a slow disk from which on they are merged.
+UNWRITTEN_LIMIT = 8
 
 
 class MpinspectWarning(UserWarning):
@@ -151,8 +173,7 @@ class Recording:
         self._aside: dict[int, tuple[int, BackwardScale]] = {}
         self._watched: list[TensorInfo] = []
         self._windows = WindowList()
-        self._unwritten: list[Window] = []
-        self._samples_written = 0
+        self._unwritten = WindowList()
         #: Sampled steps of all windows added.
         self._sampled_steps = 0
         #: A due write is done when the number of sampled steps is a multiple of this; 0 while no write is due.
@@ -340,10 +361,7 @@ class Recording:
         self._sampled_steps += window.sampled_steps
         self._windows.add(window, window_limit(len(self._watched)))
         if self._sinks:
-            self._unwritten.append(window)
-        if len(self._unwritten) > UNWRITTEN_LIMIT:
-            # The disk is slow: merge the oldest two, since merging more at once takes longer.
-            self._unwritten[:2] = [merge_windows(*self._unwritten[:2])]
+            self._unwritten.add(window, UNWRITTEN_LIMIT)
 
     def step_done(self, steps: int, skipped_steps: int, backwards: int, sampled: bool) -> None:
         """Record the end of a step, and write pending windows if a write is due."""
@@ -355,7 +373,7 @@ class Recording:
             elapsed_s=round(self._clock() - self._began, 3),
             **self._cost,
         )
-        if self._unwritten and self._write_due():
+        if len(self._unwritten) and self._write_due():
             self.write()
         self._note_failures()
 
@@ -363,10 +381,8 @@ class Recording:
         """Forward pending windows and the progress to the sinks; return immediately (``flush`` waits for the sinks)."""
         if self._before_write is not None:
             self._before_write()
-        windows, self._unwritten = self._unwritten, []
-        before = self._samples_written
-        self._samples_written += sum(max(window.sampled_steps, 1) for window in windows)
-        self._sinks.pass_on(lambda: coarsen(windows, WINDOWS_A_WRITE, before), self.progress)
+        unwritten, self._unwritten = self._unwritten, WindowList(self._unwritten.ends)
+        self._sinks.pass_on(lambda: coarsen(unwritten.as_tuple(), WINDOWS_A_WRITE, unwritten.begins), self.progress)
         self._written_at = self._clock()
         self._stride = 0
 
@@ -417,7 +433,7 @@ class Recording:
         if self._clock() < self._written_at + max(WRITE_INTERVAL_S, WRITE_COST_FACTOR * self._sinks.cost_s):
             return False
         if not self._stride:
-            unwritten = open_steps + sum(window.sampled_steps for window in self._unwritten)
+            unwritten = open_steps + sum(window.sampled_steps for window in self._unwritten.as_tuple())
             self._stride = 1 << (max(unwritten, 1).bit_length() - 1)
         return (self._sampled_steps + open_steps) % self._stride == 0
 

@@ -210,10 +210,7 @@ class HandedOver(Measuring):
             return
         self._now.lost.last = None
         self._add("handed", self._optimizers.parameters(optimizer))
-        if self._now.left:
-            # A script may replace the gradients, for example by the results of torch.autograd.grad, which does not accumulate.
-            here = self._gradients_places()
-            self._now.in_place |= {name for name, place in self._now.places.items() if here.get(name) == place}
+        self._see_in_place()
         names = {watched.name for watched in self._optimizers.parameters(optimizer)}
         self._now.stepping |= names
         self._optimized |= names
@@ -239,6 +236,7 @@ class HandedOver(Measuring):
 
     def step_skipped(self, optimizer: torch.optim.Optimizer) -> None:
         """Clear the counts of unscaling for the optimizer's gradients, which are used up."""
+        self._see_in_place()
         if self._now.unscaled:
             for watched in self._optimizers.parameters(optimizer):
                 self._now.unscaled.pop(watched.name, None)
@@ -280,6 +278,13 @@ class HandedOver(Measuring):
             share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
             names_left_out = tuple(watched.name for watched in left_out)
             self._record_names(NotOptimized(step=step, names=names_left_out, fraction=share, idle=idle))
+
+    def _see_in_place(self) -> None:
+        """Record which gradients that earlier steps left have been added to."""
+        if self.at_work and self._now.left:
+            # A script may replace the gradients, for example by the results of torch.autograd.grad, which does not accumulate.
+            here = self._gradients_places()
+            self._now.in_place |= {name for name, place in self._now.places.items() if here.get(name) == place}
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -399,10 +404,11 @@ def _stale(seen: _Step, ever: frozenset[str]) -> Iterator[Record]:
 def _left_over(seen: _Step) -> Iterator[Record]:
     """Yield gradients left over at the step's first backward, unless a later backward began with zeros (zero_grad())."""
     left = [found.read() for found in seen.left]
-    old = [name for first in left[:1] for name, value in first.items() if value > 0 and name in seen.in_place]
-    if old and all(any(value > 0 for value in values.values()) for values in left):
-        largest, of = max(left[0].values()), len(seen.read("given"))
-        yield LeftOver(names=tuple(old), parameters=len(old), of=of, largest=largest)
+    # A NaN is not zero either.
+    old = [name for first in left[:1] for name, value in first.items() if value != 0 and name in seen.in_place]
+    if old and all(any(value != 0 for value in values.values()) for values in left):
+        largest, of = max(filter(math.isfinite, left[0].values()), default=0.0), len(seen.read("given"))
+        yield LeftOver(names=tuple(old), parameters=len(old), of=of, largest=largest, not_finite=len(_broken(left[0])))
 
 
 def _constant_factor(losses: Sequence[torch.Tensor]) -> float | None:

@@ -46,6 +46,8 @@ _FEW = 64
 _ROUNDED = 0.25
 #: The distance from its target, relative to itself, at which an average in 16 bits may stay.
 _NEAR = 2.0**-4
+#: The largest part of an average that lost terms may be: half of it is left in the square root by which Adam divides.
+_HARMLESS = 0.25
 
 _Describe = Callable[..., Any]
 _Both = tuple[torch.Tensor, torch.Tensor]
@@ -96,6 +98,8 @@ class KeptSums:
         #: Storages that this step has made or filled anew, and the others. Tensors of other classes may have no storage.
         self._other = {storage_key(each) for each in others if is_plain(each)}
         self._weighed: set[int] = set()
+        #: Storages of averages that decay so fast that the terms which rounding loses are a small part of them.
+        self._followers: set[int] = set()
         #: Storages whose values this step has taken from older ones.
         self._moved: set[int] = set()
         #: Changes that left a tensor as it was, by line and storage.
@@ -185,6 +189,8 @@ class KeptSums:
         """
         key = storage_key(value)
         self._changed.add(key)
+        if key in self._followers:
+            return
         if record := self._unchanged(value, before, change, key, describe):
             known = self._frozen[record.names[1]].get(key)
             # Of several operators at a line, such as `mul_` and `add_`, the last one decides.
@@ -257,8 +263,11 @@ class KeptSums:
         elif operator in _DECAYING and (kept := next(filter(self._is_average, args[:2]), None)) is not None:
             other = args[1] if kept is args[0] else args[0]
             factor = factor_of(operator.__name__.rstrip("_"), other)
-            is_slow = factor is not None and 0 < factor < 1 and not _follows(1 - factor, value.dtype)
-            if is_slow and kept.shape == value.shape and kept.dtype == value.dtype:
+            is_average = factor is not None and 0 < factor < 1
+            is_slow = factor is not None and not _follows(1 - factor, value.dtype)
+            if is_average and factor is not None and old is not None and _follows(1 - factor, value.dtype, _HARMLESS):
+                self._followers.add(storage_key(value))
+            if is_average and is_slow and kept.shape == value.shape and kept.dtype == value.dtype:
                 before = kept.detach().clone() if old is None else old
                 self._nets[storage_key(value)] = _Net(StorageReference(kept), StorageReference(value), before)
 
@@ -312,9 +321,9 @@ def arrives(operator: Any, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
     return operator in (aten.lerp, aten.lerp_) and isinstance(args[2], (int, float)) and _follows(args[2], dtype)
 
 
-def _follows(rate: float, dtype: torch.dtype) -> bool:
+def _follows(rate: float, dtype: torch.dtype, near: float = _NEAR) -> bool:
     """Return whether an average that takes this part of its target in each step comes near it in spite of rounding."""
-    return torch.finfo(dtype).eps / 2 <= _NEAR * rate
+    return torch.finfo(dtype).eps / 2 <= near * rate
 
 
 def _key(value: Any) -> int:

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from mpinspect.ranges.faults.measure.operands import (
 from mpinspect.ranges.faults.measure.repeats import Repeats
 from mpinspect.ranges.faults.measure.second import SUMS, SecondComputation
 from mpinspect.ranges.faults.measure.twins import distance, is_finite
-from mpinspect.ranges.records import LostSum, Record, RoundedConstant, UpdateEffect
+from mpinspect.ranges.records import LostFactor, LostSum, Record, RoundedConstant, UpdateEffect
 from mpinspect.runtime.compiled_graphs import Captured, Compiled
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.storages import storage_key
@@ -37,6 +38,9 @@ aten = torch.ops.aten
 _MOST_BYTES, _MOST_SECONDS = 1 << 30, 2.0
 #: Elements after which the rest of a foreach operator is left out: it may have all parameters at once.
 _MOST_ELEMENTS = 1 << 25
+
+#: The least share of weights that a multiplication must leave as they were.
+_NEARLY_ALL = 0.99
 
 _Parameters = Iterable[tuple[str, torch.nn.Parameter]]
 
@@ -166,6 +170,8 @@ class OptimizerArithmetic(SecondComputation):
         self._gradients = {storage_key(each): each.grad for each in stepped if is_plain(each) and is_plain(each.grad)}
         #: The decrease of the loss by exact and by rounded updates.
         self._exact = self._rounded = 0.0
+        #: The multiplications of weights, by their lines.
+        self._factors: dict[str, LostFactor] = {}
         self._is_hidden = is_hidden
         #: Elements of the operator that is being prepared.
         self._elements = 0
@@ -201,6 +207,8 @@ class OptimizerArithmetic(SecondComputation):
             return
         if pending.old is not None and storage_key(value) in self._gradients:
             self._weigh_update(self._gradients[storage_key(value)], pending.old, value, local())
+            if operator in (aten.mul, aten.mul_):
+                self._compare_factor(pending, value, local())
         if not self._is_of_torch:
             self._compare_kept(pending, value, twin, local)
         if operator in SUMS:
@@ -218,6 +226,19 @@ class OptimizerArithmetic(SecondComputation):
         self._exact -= float(slope.dot((exact - old).flatten()))
         self._rounded -= float(slope.dot((rounded - old).flatten().float()))
 
+    def _compare_factor(self, pending: Pending, rounded: torch.Tensor, exact: torch.Tensor) -> None:
+        """Count the weights that a multiplication leaves as they were. Waits for the device."""
+        old = pending.old
+        assert old is not None
+        moved = exact != old
+        if bool(moved.any()):
+            figures = {"elements": float(moved.sum()), "lost": float((moved & (rounded == old)).sum())}
+            factor = float((exact[moved] / old[moved].float()).median())
+            found = self._record(pending, rounded, LostFactor, factor=factor, **figures)
+            so_far = self._factors.setdefault(found.names[1], replace(found, elements=0, lost=0))
+            elements, lost = so_far.elements + found.elements, so_far.lost + found.lost
+            self._factors[found.names[1]] = replace(so_far, elements=elements, lost=lost)
+
     def _compare_choices(self, pending: Pending, result: Any, exact: Any) -> None:
         """Judge no choices: a mask of updates may differ where both are small."""
 
@@ -226,6 +247,7 @@ class OptimizerArithmetic(SecondComputation):
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.most()]
         found += [*self._broken.born[:1], *self._found[RoundedConstant][:1]]
         found += sorted(self._found[LostSum], key=lambda each: getattr(each, "error", math.nan))[-1:]
+        found += [each for each in self._factors.values() if each.lost >= _NEARLY_ALL * each.elements]
         found += [UpdateEffect(exact=self._exact, rounded=self._rounded)] * bool(self._exact)
         self._end()
         return found

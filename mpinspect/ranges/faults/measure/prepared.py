@@ -28,6 +28,8 @@ from mpinspect.runtime.outputs import leaves
 _MOST_BYTES, _MOST_SECONDS, _MOST_OPERATORS = 256 << 20, 3.0, 20_000
 #: The least error of a tensor, relative to its norm. Rounding once makes at most 2^-9 in BF16.
 _LEAST = 0.05
+#: The size of an element, relative to the largest one, below which FP16 would lose it beside that one in any sum.
+_NEGLIGIBLE = 2.0**-11
 #: The least share of whole numbers that a cast changes.
 _CHANGED = 0.01
 #: The most operators that are recorded.
@@ -111,7 +113,11 @@ class PreparedTensors(SecondComputation):
         if not is_finite(value):
             return _recorded(self._breaking.of(value), value, twin, broken=float((~value.isfinite()).sum()))
         error = distance(value, twin) / max(float(twin.norm()), torch.finfo(torch.float32).tiny)
-        return _recorded(self._origins.worst_of(value), value, twin, error=error) if error >= _LEAST else None
+        if error >= _LEAST:
+            return _recorded(self._origins.worst_of(value), value, twin, error=error)
+        lost = (value == 0) & (twin.abs() >= _NEGLIGIBLE * twin.abs().max()) & (twin != 0)
+        flushed = float(lost.sum())
+        return _recorded(self._origins.worst_of(value), value, twin, lost, flushed=flushed) if flushed else None
 
     def _of_cast(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
         """Return the record of whole numbers that were only cast; None if nearly all are as before."""
@@ -123,13 +129,19 @@ class PreparedTensors(SecondComputation):
 
 
 def _recorded(
-    names: tuple[str, ...] | None, value: torch.Tensor, twin: torch.Tensor, **figures: float
+    names: tuple[str, ...] | None,
+    value: torch.Tensor,
+    twin: torch.Tensor,
+    of: torch.Tensor | None = None,
+    **figures: float,
 ) -> PreparedError | None:
-    """Return the record of a tensor, with its worst element; None if its operator (name, line, module, dtype) is not known."""
+    """Return the record of a tensor, with the worst element ``of`` some; None if its operator (name, line, module, dtype) is not
+    known."""
     if not names:
         return None
     operator, line, _, dtype = names
-    worst = int((value.float() - twin).abs().nan_to_num(torch.inf).argmax())
+    errors = (value.float() - twin).abs().nan_to_num(torch.inf)
+    worst = int((errors if of is None else errors * of).argmax())
     places = {"value": float(value[worst]), "exact": float(twin[worst])}
     more: Any = {"elements": float(value.numel()), **places, **figures}
     return PreparedError(names=(operator, line, BEFORE_STEPS), text=dtype, **more)
@@ -193,4 +205,4 @@ class Preparation:
 
 
 def _harm(record: PreparedError) -> tuple[float, float]:
-    return record.broken, record.error + record.changed / record.elements
+    return record.broken, record.error + (record.changed + record.flushed) / record.elements

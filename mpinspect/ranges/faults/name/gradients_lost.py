@@ -374,6 +374,11 @@ class _Sum(Sentences):
         "uses the sum of all gradients so far."
     )
     GROWN = "The largest element of .grad rose from {largest_first:.3g} to {largest_last:.3g}."
+    BROKEN = (
+        "In step {step}{again} .grad still held infinities or NaNs of an earlier step when the backward began: their sums with "
+        "later gradients are not finite, so that no later step is taken."
+    )
+    ZERO_SKIPPED = "Zero the gradients in each iteration, also after a step that the scaler skipped."
     MASTERS = (
         "In step {step}{again} the optimizer stepped with the sum of this step's gradients and of the masters' earlier .grad: "
         "each step uses the sum of all gradients so far."
@@ -396,11 +401,12 @@ _SAME = 0.01
 
 
 def _never_zeroed(case: Case) -> Iterator[Found]:
-    """Gradients that add up over optimizer steps.
+    """Gradients that add up over optimizer steps, or stay in .grad after a step that was skipped because of them.
 
     False alarms: It is reported only if at least nine in ten parameters still hold gradients when the next step's backward
     begins. A loop that accumulates over several optimizer steps on purpose is reported too. Masters' gradients are reported
-    only if they are the sum of their earlier values and of this step's gradients, all multiplied by one factor at most.
+    only if they are the sum of their earlier values and of this step's gradients, all multiplied by one factor at most. Left-over
+    gradients that are not finite are reported wherever a backward finds them.
     """
     masters = [
         each for each in case.recorded(MastersAddedUp) if _is_kept_whole(each, case.progress.scale_at(each.step))
@@ -408,6 +414,12 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
     if len(masters) >= _FEWEST_LEFT_OVER:
         says = (_Sum.MASTERS, _Sum.MASTERS_GROWN.when(_has_grown(masters)))
         yield Found.of(case, masters, says, _Sum.ZERO_MASTERS, _Sum.ZERO_GRAD_OF_BOTH, **_growth(masters))
+    broken = [each for each in case.recorded(LeftOver) if each.not_finite]
+    if broken:
+        began = min(broken[0].step, *(event.step for event in case.events))
+        finite = [each for each in case.recorded(LeftOver) if not each.not_finite]
+        yield Found.of(case, broken, _Sum.BROKEN, _Sum.ZERO_SKIPPED, _Sum.ZERO_GRAD, step=began, **_growth(finite))
+        return
     held = [each for each in case.recorded(LeftOver) if each.parameters >= MOST_LEFT_OVER * each.of]
     if len(held) >= _FEWEST_LEFT_OVER:
         fix, code = _Sum.ZERO, _Sum.ZERO_GRAD
@@ -421,7 +433,7 @@ def _growth(found: Sequence[MastersAddedUp | LeftOver]) -> dict[str, dict[str, o
     """Return the words and the evidence on the sums: the largest magnitude of each, and its step."""
     largest, steps = [each.largest for each in found], [each.step for each in found]
     return {
-        "words": {"largest_first": largest[0], "largest_last": largest[-1]},
+        "words": {"largest_first": largest[0], "largest_last": largest[-1]} if found else {},
         "evidence": {"largest": largest, "steps": steps},
     }
 
@@ -470,6 +482,6 @@ GONE = (
     Fault("gradients-zeroed", "error", _zeroed, (_Zeroed,)),
 )
 OF_EARLIER_STEPS = (
-    Fault("gradients-never-zeroed", "error", _never_zeroed, (_Sum,)),
+    Fault("gradients-never-zeroed", "error", _never_zeroed, (_Sum,), ("non-finite-event", "scale-window-empty")),
     Fault("gradients-stale", "warning", _stale, (_Stale,)),
 )

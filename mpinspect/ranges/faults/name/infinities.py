@@ -60,13 +60,10 @@ class Born(Sentences):
         "{at_origin}, {origin_operator} makes numbers up to {near:.3g}, near {dtype:format}'s end of {end:g}; in {place}, "
         "{operator} overflows in {count:count element}: the exact result is finite, up to {largest:.3g}."
     )
-    FIRST = (
-        "The first infinity or NaN was in the forward of step {step}, in {first_place}. These figures are those of step "
-        "{measured}, which was computed a second time, in FP32."
-    )
+    FIRST = "It began in step {step}. The figures are of step {measured}, computed a second time in FP32."
     FIRST_OF_BACKWARD = (
-        "The first infinity or NaN was in the backward of step {step}, in {first_place}; at far lower loss scales there were "
-        "more. These figures are those of step {measured}, which was computed a second time, in FP32."
+        "It began in the backward of step {step}, in {first_place}, and recurred at far lower loss scales. The figures are of "
+        "step {measured}, computed a second time in FP32."
     )
     OF_BOUND = (
         "Its argument is {bound.given:g} in {dtype:format} there, and {bound.exact:.3g} in FP32: {bounding} ({bound_line}) is "

@@ -97,7 +97,9 @@ def operand_in(source: str, operator: str, index: int) -> str:
     nodes = ast.walk(statement) if statement is not None and index >= 0 else ()
     uses = [use for node in nodes for use in _used(node, operator.strip("_"))]
     operands = [*uses[0].operands.values()] if len(uses) == 1 else []
-    if index >= len(operands) or not isinstance(operands[index], ast.Name | ast.Attribute | ast.Subscript | ast.Call):
+    if not 0 <= index < len(operands) or not isinstance(
+        operands[index], ast.Name | ast.Attribute | ast.Subscript | ast.Call
+    ):
         return ""
     own = ast.unparse(operands[index])
     return own if len(own) <= _LONGEST else ""

@@ -25,6 +25,10 @@ class _Prepared(Sentences):
         "Before the first step, in {place}, a cast to {dtype:format} changes {changed:.0f} of {of:count whole number} in a "
         "tensor that is left when the training begins: {exact:.0f} became {value:.0f}."
     )
+    FLUSHED = (
+        "Before the first step, in {place}, {operator} rounds to {dtype:format}. A tensor of {of:count element} made from its "
+        "result has {flushed:count zero} that FP32 has not: one is {exact:.2g} there."
+    )
     IN_FP32 = "Compute it in FP32 from FP32 values. Cast the finished tensor if it has to be in 16 bits."
     IN_INTEGERS = (
         "Keep ids, and all numbers whose last digit matters, in int64. {dtype:format} has each whole number only up to "
@@ -39,7 +43,8 @@ def _is_inexact(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` in a process that trains alone, until the first step or the first ``torch.compile``.
 
-    It is an error if elements are infinite or NaN, and information if the tensor is off by less than 10%.
+    It is an error if elements are infinite or NaN, and information if the tensor is off by less than 10% and no element that is
+    at least 2^-11 of the largest became zero.
 
     False alarms: A tensor that the training does not use is reported if it still exists. Features that are off by a constant may
     train as well.
@@ -50,8 +55,14 @@ def _is_inexact(case: Case) -> Iterator[Found]:
             says = _Prepared.BREAKS
         elif prepared.changed:
             says, fix, code = _Prepared.ROUNDED, _Prepared.IN_INTEGERS, _Prepared.INTEGERS
+        elif prepared.flushed:
+            says = _Prepared.FLUSHED
         is_mild = says is _Prepared.OFF and prepared.error < MATTERS
-        words = {"of": int(prepared.elements), "most": 2.0 ** (FORMATS[prepared.text].mantissa_bits + 1)}
+        words = {
+            "of": int(prepared.elements),
+            "flushed": int(prepared.flushed),
+            "most": 2.0 ** (FORMATS[prepared.text].mantissa_bits + 1),
+        }
         yield found_at(
             prepared,
             says,

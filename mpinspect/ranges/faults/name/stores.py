@@ -10,10 +10,12 @@ from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.operators import found_at
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
 from mpinspect.ranges.records import (
     Accumulation,
     FlushedState,
+    LostFactor,
     LostSquares,
     MastersOverwritten,
     MastersStale,
@@ -361,16 +363,26 @@ def _moment(optimizer: OptimizerRecord, state: str, dtype: str, case: Case) -> I
         )
 
 
+#: The change of a weight over the run below which its loss is information.
+_LITTLE_DECAY = 0.05
+
+
 class _Decay(Sentences):
     DOES_NOTHING = (
         "{optimizer} multiplies the {dtype:format} weights by 1 - lr * weight_decay = {factor:.12g} a step, and the product "
         "rounds back to the weight: the weight decay of {weight_decay:g} does nothing{unless}."
     )
+    MEASURED = (
+        "In step {step}, in {place}, weights in {dtype:format} are multiplied by {factor:.12g}, and rounding leaves "
+        "{lost:count weight} as before: this weight decay does nothing."
+    )
     FP32_WEIGHTS = "Keep the weights that the optimizer steps in FP32 and compute in 16 bits by autocast."
+    IN_FP32 = "Multiply a copy of the weights in FP32, add the update there, and round once."
 
 
 def _weight_decay_lost(case: Case) -> Iterator[Found]:
-    """Decoupled weight decay of 16-bit weights whose factor rounds to 1, as the settings alone show.
+    """Decoupled weight decay of 16-bit weights whose factor rounds to 1, as the settings alone show, or the steps that were
+    computed twice.
 
     False alarms: The arithmetic gives none at the recorded learning rate, if the optimizer multiplies the weights themselves.
     Those that keep what rounding cuts off mostly do so too (optimi's AdamW, torchdistX's AnyPrecisionAdamW): the finding on them
@@ -391,6 +403,12 @@ def _weight_decay_lost(case: Case) -> Iterator[Found]:
             is_mild=decay <= _DEFAULT_DECAY,
             is_inferred=bool(optimizer.compensation),
         )
+        return
+    for lost in case.recorded(LostFactor):
+        words = {"lost": int(lost.lost)}
+        is_mild = abs(1 - lost.factor) * case.progress.steps < _LITTLE_DECAY
+        yield found_at(lost, _Decay.MEASURED, _Decay.IN_FP32, (), words, is_mild=is_mild)
+        return
 
 
 class _Epsilon(Sentences):
