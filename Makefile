@@ -49,15 +49,22 @@ quick: $(VENV)/.dev ## the tests that start no process and train nothing: within
 ARITHMETIC := tests/runtime/test_emulation.py tests/runtime/test_bit_identity.py tests/ranges/test_probe.py
 
 .PHONY: test-processors
-test-processors: $(VENV)/.dev ## the arithmetic's tests again, with older processors' instructions and other numbers of threads
-	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) -q $(ARITHMETIC)
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(IN_PARALLEL) -q $(ARITHMETIC)
+test-processors: .test-avx2 .test-sse ## the arithmetic's tests again, with older processors' instructions and other numbers of threads
 
-# mypy takes one core, and so does Sphinx, some ten seconds; what counts is compiled beside them. dist is for a release: it builds in
-# environments of its own and trains the demo again, which the tests do too.
+# One process each: make --jobs=2 runs both at a time.
+.PHONY: .test-avx2
+.test-avx2: $(VENV)/.dev
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARITHMETIC)
+
+.PHONY: .test-sse
+.test-sse: $(VENV)/.dev
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q $(ARITHMETIC)
+
+# Compiling what counts takes one core for most of a minute, while all processes of tests wait. mypy and Sphinx take the others.
+# dist is for a release: it builds in environments of its own and trains the demo again, which the tests do too.
 .PHONY: check
-check: $(VENV)/.docs ## all that CI runs: lint, docs, test-processors, test
-	$(MAKE) --jobs=2 --output-sync=target lint docs test-processors
+check: $(VENV)/.dev ## all that CI runs: lint, docs, test-processors, test
+	$(MAKE) --jobs=5 --output-sync=target test-processors lint docs $(VENV)/.js
 	$(MAKE) test
 
 .PHONY: lint
@@ -67,7 +74,7 @@ lint: $(VENV)/.dev ## ruff (rules and format) and mypy --strict
 	$(BIN)/mypy
 
 .PHONY: docs
-docs: $(VENV)/.docs ## build the documentation site, offline, warnings as errors, into build/docs
+docs: $(VENV)/.dev ## build the documentation site, offline, warnings as errors, into build/docs
 	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet --doctree-dir build/doctrees docs build/docs
 	@echo "build/docs/index.html opens in a browser"
 
@@ -77,7 +84,7 @@ OUTSIDE := build/outside
 SITE := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: dist
-dist: $(VENV)/.docs ## build wheel and sdist into dist, check their metadata, install the wheel in a clean environment and run it
+dist: $(VENV)/.dev ## build wheel and sdist into dist, check their metadata, install the wheel in a clean environment and run it
 	rm -rf dist build/lib $(OUTSIDE)
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python -m twine check --strict dist/*
@@ -160,8 +167,8 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	@echo "installing mpinspect and what its tests need into $(VENV)"
-	@$(PIP) -e '.[dev]'
+	@echo "installing mpinspect and what its tests and its documentation need into $(VENV)"
+	@$(PIP) -e '.[dev,docs]'
 	@touch $@ $(VENV)/.package
 
 # TypeScript checks the types in the page's scripts, axe-core whether everyone can read the page. Without npm, or where no registry
@@ -169,11 +176,6 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 $(VENV)/.js: $(VENV)/.torch Makefile
 	@command -v npm > /dev/null && npm install --prefix $(VENV)/js --silent --no-fund --no-audit typescript@5.9 axe-core@4 || \
 		echo "TypeScript and axe-core are not installed: the page's scripts and its accessibility are not checked" >&2
-	@touch $@
-
-$(VENV)/.docs: $(VENV)/.dev
-	@echo "installing what builds the documentation and the distribution into $(VENV)"
-	@$(PIP) -e '.[dev,docs]'
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev

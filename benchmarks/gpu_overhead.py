@@ -140,7 +140,7 @@ class Training:
         return mpinspect.Inspector(self.model, optimizers=self.optimizer, scalers=self.scaler, **options)
 
 
-def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]:
+def measure(subject: Subject, device: str, rounds: int, steps: int, first_steps: int) -> list[Row]:
     training = Training(subject, device)
     training.milliseconds(steps)
     for options in SETTINGS.values():
@@ -160,7 +160,7 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
             break
         for name, options in SETTINGS.items():
             with training.inspected(options):
-                first = training.each_milliseconds(FIRST_STEPS)
+                first = training.each_milliseconds(first_steps)
                 later = training.each_milliseconds(steps)
                 times[name].append(statistics.mean(later))
                 each[name] = [round(ms, 2) for ms in first + later]
@@ -172,14 +172,14 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
     for name, options in SETTINGS.items():
         watch = Stopwatch()
         with watch.around_entrances(), training.inspected(options):
-            training.milliseconds(FIRST_STEPS + 1)
+            training.milliseconds(first_steps + 1)
             watch.restart()
             training.milliseconds(STEADY_STEPS)
             steady = by_entrance(watch, STEADY_STEPS)
             watch.restart()
             training.milliseconds(steps)
         with training.inspected(options):
-            syncs, peak = synchronisations(training, FIRST_STEPS), peak_mib(training)
+            syncs, peak = synchronisations(training, first_steps), peak_mib(training)
             added_kernels = added(kernels(training, steps), bare_kernels)
         peaks.append(peak)
         row = Row(
@@ -192,7 +192,7 @@ def measure(subject: Subject, device: str, rounds: int, steps: int) -> list[Row]
             sum(us for _, us in added_kernels.values()) / 1e3 if device == "cuda" else None,
             sum(launches for launches, _ in added_kernels.values()) if device == "cuda" else None,
             None,
-            syncs.total() / FIRST_STEPS - bare_syncs.total() / steps,
+            syncs.total() / first_steps - bare_syncs.total() / steps,
             dict(syncs - bare_syncs),
             each[name],
             dict(sorted(added_kernels.items(), key=lambda item: -abs(item[1][1]))[:MOST_KERNELS]),
@@ -310,9 +310,8 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     file, rows = ResultsFile(options.json, rehearsal=options.tiny), []
     for subject in subjects(options.tiny):
-        found = measure(
-            subject, device, 1 if options.quick or options.tiny else options.rounds, 2 if options.tiny else 20
-        )
+        rounds = 1 if options.quick or options.tiny else options.rounds
+        found = measure(subject, device, rounds, *((2, 2) if options.tiny else (20, FIRST_STEPS)))
         print("\n".join(map(line, found)), flush=True)
         rows += found
         file.write(results(rows), complete=False)

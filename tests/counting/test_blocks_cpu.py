@@ -82,12 +82,21 @@ def test_any_bits_in_any_blocks(
 def test_more_values_than_the_planes_hold(
     dtype: torch.dtype, block: tuple[int, int], oriented: str, threads: int
 ) -> None:
-    values = torch.randn(2 * planes.MOST_BLOCKS + 100, planes.BLOCK, generator=torch.Generator().manual_seed(0)).exp()
+    values = torch.randn(
+        threads * planes.MOST_BLOCKS + 100, planes.BLOCK, generator=torch.Generator().manual_seed(0)
+    ).exp()
     expect_the_same(VIEWS[oriented](values.to(dtype)), block)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("step", [0, 1, 5, 31, 40])
+@pytest.mark.parametrize(
+    ("dtype", "step", "threads"),
+    [
+        (dtype, step, 1 + (i + j) % 2)
+        for i, dtype in enumerate((torch.float32, torch.bfloat16))
+        for j, step in enumerate((0, 1, 5, 31, 40))
+    ],
+    indirect=["threads"],
+)
 def test_exponents_whose_window_moves(dtype: torch.dtype, step: int, threads: int) -> None:
     """Rows lie ``step`` powers of two apart, up and down, and hold zeros, powers of two and values just below the next one."""
     generator = torch.Generator().manual_seed(step)

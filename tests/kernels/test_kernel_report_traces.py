@@ -9,6 +9,7 @@ import pytest
 
 from mpinspect.kernels.analysis import KernelReport, analyse_kernels
 from mpinspect.kernels.trace import read_trace_files
+from mpinspect.reporting import plot_style
 from mpinspect.reporting.forms import render
 
 
@@ -114,7 +115,8 @@ def test_amd_products_are_unknown(reports):
 
 
 @pytest.mark.parametrize("name", made.REAL)
-def test_a_report_in_every_form(name, reports, tmp_path):
+def test_a_report_in_every_form(name, reports, tmp_path, monkeypatch):
+    monkeypatch.setattr(plot_style, "DPI", 30)
     report = reports[name]
     for suffix in (".txt", ".md", ".html", ".json", ".png"):
         path = report.save(tmp_path / "new" / f"report{suffix}")

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import made_kernels
@@ -78,7 +79,12 @@ CATCH_ALLS = {"utils", "util", "common", "helpers", "helper", "misc", "tools"}
 
 
 MODULES = modules(PACKAGE)
-IMPORTS = {name: list(imports(path, MODULES)) for name, path in MODULES.items()}
+
+
+@cache
+def _imports() -> dict[str, list[Import]]:
+    """Return each module's imports. Reading them takes seconds, which a process that only collects the tests saves."""
+    return {name: list(imports(path, MODULES)) for name, path in MODULES.items()}
 
 
 def _is_in(name: str, *places: str) -> bool:
@@ -96,7 +102,7 @@ def test_there_is_a_law_for_every_room_and_ls_fits_in_fifteen_lines():
 def test_a_room_imports_only_what_its_law_allows(here):
     wrong = [
         (name, each.name)
-        for name, found in IMPORTS.items()
+        for name, found in _imports().items()
         if room(name) == here
         for each in found
         if each.name.startswith("mpinspect") and room(each.name) not in {here, *LAWS[here]}
@@ -115,7 +121,7 @@ def test_the_laws_have_no_circle():
 def test_training_knows_ranges_in_one_file():
     assert {
         name
-        for name, found in IMPORTS.items()
+        for name, found in _imports().items()
         if room(name) == "training" and any(room(each.name) == "ranges" for each in found)
     } == {"mpinspect.training.auto_scale"}
 
@@ -124,7 +130,7 @@ def test_training_knows_ranges_in_one_file():
 def test_inside_a_room_capture_never_analyses_and_analysis_never_formats(place, never):
     wrong = [
         (name, each.name)
-        for name, found in IMPORTS.items()
+        for name, found in _imports().items()
         if _is_in(name, place)
         for each in found
         if _is_in(each.name, *never) and not (each.is_lazy and name in OWN_FORMS)
@@ -139,7 +145,7 @@ def test_modules_that_read_files_need_no_torch():
     waiting, seen = [(name, (name,)) for name in begun], set(begun)
     while waiting:
         name, way = waiting.pop()
-        for each in IMPORTS[name]:
+        for each in _imports()[name]:
             if each.is_lazy:
                 continue
             assert each.name.split(".")[0] not in HEAVY, (*way, each.name)
@@ -151,7 +157,7 @@ def test_modules_that_read_files_need_no_torch():
 
 
 def test_the_package_never_imports_its_root_or_its_command_line():
-    for name, found in IMPORTS.items():
+    for name, found in _imports().items():
         if name not in ("mpinspect", "mpinspect.__main__"):
             assert not any(each.name in ("mpinspect", "mpinspect.commands.cli") for each in found), name
 
@@ -305,7 +311,7 @@ CIRCLES = {
 
 
 def test_modules_import_each_other_in_no_circle():
-    imported = {name: {each.name for each in found} & set(MODULES) for name, found in IMPORTS.items()}
+    imported = {name: {each.name for each in found} & set(MODULES) for name, found in _imports().items()}
 
     def reached(start: str) -> set[str]:
         seen, waiting = set(), [start]

@@ -25,7 +25,7 @@ WRITES = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text('{}'); print
 #: A part that ignores SIGTERM and starts a process that would write a second later.
 CLINGS = (
     "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-    "late = 'import sys, time; time.sleep(6); open(sys.argv[1], \"w\")'; "
+    "late = 'import sys, time; time.sleep(3); open(sys.argv[1], \"w\")'; "
     "subprocess.Popen([sys.executable, '-c', late, sys.argv[1] + '.late']); "
     "time.sleep(60)"
 )
@@ -69,12 +69,13 @@ def test_a_part_that_fails_costs_itself_alone(tmp_path):
     assert "it broke" in log
 
 
-def test_a_part_that_hangs_is_ended_with_all_it_started_and_its_results_stay(tmp_path):
+def test_a_part_that_hangs_is_ended_with_all_it_started_and_its_results_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr("parts._GRACE", 0.5)
     parts = [part(tmp_path, "hangs", WRITES + CLINGS, 1.0), part(tmp_path, "next", WRITES, 9.0)]
     outcomes, _ = ran(tmp_path, *parts, seconds=20)
     assert [(one.state, one.file) for one in outcomes] == [("timed out", "hangs.json"), ("done", "next.json")]
     assert outcomes[0].said == ["written"]
-    time.sleep(6)
+    time.sleep(3)
     assert not (tmp_path / "hangs.json.late").exists()
 
 

@@ -695,7 +695,7 @@ def test_an_unknown_scale_and_nan_in_every_gradient_have_a_report():
     assert "FP16 flushes" in report.loss_scale.reason
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(odd_sessions, st.sampled_from(sorted(FORMATS)))
 def test_every_session_has_a_report(session, name):
     report = analyse(session, FORMATS[name])

@@ -35,19 +35,19 @@ MOST_MB = 1000
 
 def test_fuzzed_inputs_give_a_report_or_one_error(tmp_path: Path) -> None:
     """``python tests/hostile.py`` is the long form of this test."""
-    ended = hostile.run(300, 0, tmp_path)
-    assert ended["session: reported"] > 75
-    assert ended["baseline: refused"] > 40
+    ended = hostile.run(160, 0, tmp_path)
+    assert ended["session: reported"] > 40
+    assert ended["baseline: refused"] > 20
     # Reading the file is tested with more inputs, without a report.
     fuzzed = hostile.Hostile(1, tmp_path / "more")
     file, loaded = tmp_path / FILE_NAME, 0
-    for _ in range(1500):
+    for _ in range(800):
         file.write_bytes(fuzzed.session())
         try:
             loaded += isinstance(read_session(file), s.Session)
         except SessionError:
             continue
-    assert loaded > 800
+    assert loaded > 420
 
 
 def test_fuzzed_inputs_are_reproducible_from_a_seed(tmp_path: Path) -> None:

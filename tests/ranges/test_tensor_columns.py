@@ -23,14 +23,18 @@ def window_of(tensors: Tensors) -> Window:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(tensors=made.tensors)
-def test_columns_equal_objects(tensors: Tensors) -> None:
-    columns = window_of(tensors).columns()
+def test_columns_equal_objects_and_can_be_filtered_by_kind(tensors: Tensors) -> None:
+    window = window_of(tensors)
+    columns = window.columns()
     assert dict(columns) == tensors
     assert list(columns) == list(tensors)
     assert list(columns.each()) == list(tensors.items())
+    chosen = {key: tensor for key, tensor in tensors.items() if key.kind in kinds.GRADIENT_KINDS}
+    assert window.of_kinds(kinds.GRADIENT_KINDS).tensors == chosen
+    assert columns.passed_through(set(chosen)) == {tensor.passed_through for tensor in chosen.values()}
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 @given(parts=st.lists(made.tensors, min_size=1, max_size=3))
 def test_merging_columns_equals_merging_objects(parts: list[Tensors]) -> None:
     windows = tuple(map(window_of, parts))
@@ -43,15 +47,6 @@ def test_merging_columns_equals_merging_objects(parts: list[Tensors]) -> None:
     session = s.Session(windows=windows)
     assert session.totals() == objects
     assert session.passed_through() == {tensor.passed_through for part in parts for tensor in part.values()}
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(tensors=made.tensors)
-def test_columns_can_be_filtered_by_kind(tensors: Tensors) -> None:
-    chosen = {key: tensor for key, tensor in tensors.items() if key.kind in kinds.GRADIENT_KINDS}
-    window = window_of(tensors)
-    assert window.of_kinds(kinds.GRADIENT_KINDS).tensors == chosen
-    assert window.columns().passed_through(set(chosen)) == {tensor.passed_through for tensor in chosen.values()}
 
 
 def test_columns_of_different_lengths_are_refused() -> None:

@@ -157,7 +157,8 @@ def _rows_of(planes_at: Any) -> Any:
 def _take(planes_at: Any, counts_at: Any) -> None:
     """Add what a set of planes holds to the counts of 32 distances, and clear it."""
     rows, state = _rows_of(planes_at), _state_of(planes_at)
-    rows[layout.UPPER : layout.UPPER + planes.LOWER] = rows[: planes.LOWER]
+    for k in range(planes.LOWER):
+        kernels.copy(rows[k], rows[layout.UPPER + k])
     rows[: layout.UPPER] = np.uint32(0)
     totals = np.zeros(planes.WINDOW, np.uint32)
     planes.take(rows[layout.UPPER : layout.STATE], state[1], totals)

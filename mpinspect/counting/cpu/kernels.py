@@ -130,6 +130,13 @@ def _survey(bits: Any, f: Any, fields: Any, groups: Any) -> Any:
 
 
 @compiled
+def copy(values: Any, to: Any) -> None:
+    """Copy one-dimensional arrays' values. numba's own assignment checks shapes, which takes seconds to compile."""
+    for i in range(len(values)):
+        to[i] = values[i]
+
+
+@compiled
 def _occurrences(fields: Any, field: Any) -> Any:
     found = np.uint16(0)
     for j in range(len(fields)):
@@ -271,7 +278,8 @@ def _empty_planes(window: Any, row: Any) -> None:
     if not blocks:
         return
     lower = window.lower[window.state[_SIDE]]
-    window.planes[: planes.LOWER] = lower[: planes.LOWER]
+    for k in range(planes.LOWER):
+        copy(lower[k], window.planes[k])
     planes.take(window.planes, blocks, window.totals)
     zeros = blocks * _BLOCK
     for field in range(lowest, highest + 1):
@@ -440,7 +448,7 @@ def _add_part_of_a_block(bits: Any, counting: Any) -> None:
         _add_few(bits, counting)
         return
     padded = counting.window.padded
-    padded[: len(bits)] = bits
+    copy(bits, padded)
     padded[len(bits) :] = np.uint32(0)
     if _add_fitting_blocks(padded, counting):
         counting.row[ZEROS] -= _BLOCK - len(bits)
@@ -619,7 +627,7 @@ def add_rows(rows: Any, row: Any) -> None:
 @compiled
 def merge(rows: Any, row: Any) -> None:
     """Merge several rows into one: add counts, and take the minimum and maximum of the extremes."""
-    row[:] = rows[0]
+    copy(rows[0], row)
     for k in range(1, len(rows)):
         low, high = min(row[MIN_BITS], rows[k, MIN_BITS]), max(row[MAX_BITS], rows[k, MAX_BITS])
         add_rows(rows[k : k + 1], row)

@@ -140,8 +140,8 @@ def _add(weights: Any, updates: Any, length: Any, found: Any) -> None:
     if length % LANES:
         # An update of zero does not count.
         rest = np.zeros((2, LANES), np.uint32)
-        rest[0, : length % LANES] = shares.carray(pointer(weights, np.uint32(0)), (length,))[whole * LANES :]
-        rest[1, : length % LANES] = shares.carray(pointer(updates, np.uint32(0)), (length,))[whole * LANES :]
+        kernels.copy(shares.carray(pointer(weights, np.uint32(0)), (length,))[whole * LANES :], rest[0])
+        kernels.copy(shares.carray(pointer(updates, np.uint32(0)), (length,))[whole * LANES :], rest[1])
         judge(rest[0].ctypes.data, rest[1].ctypes.data, 1, found)
 
 

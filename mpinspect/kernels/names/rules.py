@@ -12,7 +12,8 @@ tests/data/kernel_names.tsv; else the library whose source or documentation has 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from mpinspect.kernels.names.spelling import Spelling, with_words_apart
 
@@ -54,10 +55,11 @@ class Rule:
     own: bool = False
     any_architecture: bool = False
     since: str = ""
-    regex: re.Pattern[str] | None = field(init=False, repr=False, compare=False, default=None)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "regex", re.compile(self.pattern) if self.pattern else None)
+    @cached_property
+    def regex(self) -> re.Pattern[str] | None:
+        """The compiled pattern; compiling all of them would take as long as importing numpy."""
+        return re.compile(self.pattern) if self.pattern else None
 
     def decides(self, text: str) -> bool:
         """Return whether a lower-case text, which has one of ``any_of``, satisfies ``pattern`` and ``none_of``."""
