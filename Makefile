@@ -29,7 +29,10 @@ demo: $(VENV)/.package ## train a small language model with the inspector on, th
 
 .PHONY: test
 test: $(VENV)/.dev $(VENV)/.js ## run the tests, the README's and the docs' code among them
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) --assert=plain $(ARGS) || { $(EXPLAINED); exit 1; }
+
+# pytest needs half a minute in each process to rewrite the assertions, so only those that failed are run with their values.
+EXPLAINED := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures=none $(ARGS)
 
 # What starts no process and trains no network: pure functions, records, reports.
 QUICK := tests/numeric tests/project/test_architecture.py tests/run/test_run_report.py tests/training/test_suggestions.py \

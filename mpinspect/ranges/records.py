@@ -30,7 +30,7 @@ _CASTS: dict[type[Record], dict[str, Any]] = {}
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Record:
     """Base of all records; each subclass becomes a frozen dataclass.
 
@@ -52,10 +52,20 @@ class Record:
     rank: int | None = None
 
     def __init_subclass__(cls, kind: str = "") -> None:
-        dataclass(frozen=True, kw_only=True)(cls)
+        # Comparisons made for each of a hundred classes would take a twentieth of a second at each start.
+        dataclass(frozen=True, kw_only=True, eq=False, repr=False)(cls)
         cls.kind = kind
         if kind:
             _BY_KIND[kind] = cls
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((type(self), *vars(self).values()))
 
     @property
     def figures(self) -> dict[str, float]:
