@@ -186,7 +186,11 @@ def _headline(report: KernelReport) -> str:
         return ""
     used, idle = report.tensor_core_fraction, report.limits.idle_fraction
     on = "No matrix product ran"
-    if used is not None:
+    if used == 0 and not report.shares.of_products("unknown"):
+        calls, time_us = report.shares.verdict_calls["off"], report.shares.verdict_time_us["off"]
+        share = percent(time_us / _whole_us(report))
+        on = f"{calls:,} matrix products, {share} of the time, ran on CUDA cores, none on Tensor Cores"
+    elif used is not None:
         on = f"{next(figures(report.shares))[0]} of the matrix products' time is on Tensor Cores"
     if not _is_idle(report):
         return f"{on}."

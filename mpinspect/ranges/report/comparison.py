@@ -119,11 +119,11 @@ def _trouble(diff: RangeDiff) -> tuple[str, ...]:
     return (f"{name} alone is not healthy: {one or other}.",)
 
 
-def began_alone(diff: RangeDiff) -> Began:
-    """Return where the one broken run began to break, unless its settings are to be undone."""
+def began_alone(diff: RangeDiff) -> tuple[str, Began]:
+    """Return the name of the one broken run and where it began to break; "" and nothing if its settings are to be undone."""
     name = _broken_alone(diff)
     found = Began() if not name or _undoes(diff) else began(_run(diff, name))
-    return found._replace(headline=filled(f"Only {name} is broken. {{}}", found.headline))
+    return name * bool(found.headline), found._replace(headline=filled(f"{name}: {{}}", found.headline))
 
 
 def _broken_alone(diff: RangeDiff) -> str:

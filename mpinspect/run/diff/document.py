@@ -104,17 +104,18 @@ def _front(report: DiffReport) -> Front:
     changes = dict.fromkeys(change for model in models for change in model.ranges.settings)
     first, *others = _verdict_parts(report)
     settings = (Item(change.words) for change in changes if change.words not in " ".join(others))
-    place = Began() if several else began_alone(models[0].ranges)
+    broken, place = ("", Began()) if several else began_alone(models[0].ranges)
+    state = f"Only {broken} is broken" if broken else state
     # A finding's whole message is too long for a headline.
     is_short = len(first) <= _LONGEST
     said = (
-        *lines(*([] if is_short or place.headline else [first]), *others, tone="lead"),
+        *lines(*([] if is_short or broken else [first]), *others, tone="lead"),
         *(Line(f"{model.name}: {headline(model.ranges)}") for model in models[1 : _MODELS.terminal]),
     )
     beside: tuple[Block, ...] = (
-        *(() if place.headline else said),
+        *(() if broken else said),
         *_advice(report),
-        *(said if place.headline else ()),
+        *(said if broken else ()),
         *section("More settings that differ", Items(tuple(settings), BESIDE)),
         _sides(report),
     )

@@ -120,8 +120,8 @@ class _Batch(Sentences):
     ALONE = "The model's input was finite in all other steps."
     LOOK = "Leave out samples that are not finite before they reach the model, and look at their preprocessing."
     LOOK_ON_EACH_RANK = (
-        "Leave out the losses of samples that are not finite, but no rank's backward, and look at the preprocessing of these "
-        "samples."
+        "Leave out the losses of samples that are not finite; every rank still runs its backward. Look at the preprocessing of "
+        "these samples."
     )
 
 
@@ -207,8 +207,8 @@ class _Outliers(Sentences):
         "loss scale repairs a forward."
     )
     LEAVE_LOSSES_OUT = (
-        "Leave out the losses of samples beyond 65504, but no rank's backward. To keep them, standardise or clamp the model's "
-        "input. No loss scale repairs a forward."
+        "Leave out the losses of samples beyond 65504; every rank still runs its backward. To keep them, standardise or clamp "
+        "the model's input. No loss scale repairs a forward."
     )
 
 
