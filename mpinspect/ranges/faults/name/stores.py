@@ -373,7 +373,7 @@ class _Decay(Sentences):
         "rounds back to the weight: the weight decay of {weight_decay:g} does nothing{unless}."
     )
     MEASURED = (
-        "In step {step}, in {place}, weights in {dtype:format} are multiplied by {factor:.12g}, and rounding leaves "
+        "In step {step}, in {place}, weights in {dtype:format} are multiplied by {factor:.6g}, and rounding leaves "
         "{lost:count weight} as before: this weight decay does nothing."
     )
     FP32_WEIGHTS = "Keep the weights that the optimizer steps in FP32 and compute in 16 bits by autocast."
