@@ -47,11 +47,11 @@ def saved(place, session):
     return place
 
 
-def run_of(place, report=None, **models):
+def run_of(place, report=None, command="train.py", **models):
     """Write a run directory with these models and the run's final report."""
     for name, session in models.items():
         saved(place / name, session)
-    (place / "run.json").write_text(json.dumps({"command": "train.py", "outcome": "ended", "saw": [], "models": []}))
+    (place / "run.json").write_text(json.dumps({"command": command, "outcome": "ended", "saw": [], "models": []}))
     if report is not None:
         (place / "report.json").write_text(json.dumps(report))
     return place
@@ -196,6 +196,25 @@ def test_shapes_are_compared_where_both_runs_have_them(tmp_path, capsys):
     assert "64x1023x4096 float16, degraded" in " ".join(out.split())
     assert diff(first, first).shapes.changes == ()
     assert diff(first, run_of(tmp_path / "c", Net=sessions.word_model())).shapes is None
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        ("train.py --lr 0.1 -x", "train.py --lr -1 -x", "Arguments that differ: A --lr 0.1; B --lr -1."),
+        ("train.py", "train.py data 'a b'", "Arguments that differ: A none; B data 'a b'."),
+        ("train.py 1 2 3 4 5", "train.py", "Arguments that differ: A 1 2 3 and 2 more; B none."),
+        ("train.py --lr 1", "other.py --lr 1", ""),
+        # A damaged file.
+        ("train.py --lr '1", "train.py", ""),
+    ],
+)
+def test_the_arguments_that_differ_are_named(one, other, words, tmp_path):
+    places = [tmp_path / "a", tmp_path / "b"]
+    runs = [run_of(place, command=command, net=flushed()) for place, command in zip(places, (one, other), strict=True)]
+    text = " ".join(str(diff(*runs)).split())
+    assert ("Arguments" in text) == bool(words)
+    assert words in text
 
 
 def test_unreadable_shapes_are_noted(tmp_path):

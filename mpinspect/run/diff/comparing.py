@@ -87,7 +87,7 @@ class _Read:
     shapes: tuple[Product, ...] | None = None
     kernels: KernelReport | None = None
     notes: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...] | None = None
 
 
 def _read(run: Run, format: str | None) -> _Read:
@@ -110,10 +110,14 @@ def _read(run: Run, format: str | None) -> _Read:
     return _Read(path, report.parts, command, shapes, report.kernels, report.saw, _arguments(report.command))
 
 
-def _arguments(command: str) -> tuple[str, ...]:
-    """Return the arguments of a script, each option with the values that follow it."""
+def _arguments(command: str) -> tuple[str, ...] | None:
+    """Return the arguments of a script, each option with the values that follow it; None of a command that no shell takes."""
     found: list[str] = []
-    for each in map(shlex.quote, shlex.split(command)[1:]):
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return None
+    for each in map(shlex.quote, words[1:]):
         is_option = each.startswith("-") and not each[1:2].isdigit()
         if is_option or not found or not found[-1].startswith("-"):
             found.append(each)

@@ -165,7 +165,7 @@ def _verdict_parts(report: DiffReport) -> list[str]:
     if first and len(report.models) > 1:
         parts[0] = f"{first.name}: {parts[0]}"
     one, other = report.first.arguments, report.second.arguments
-    if one != other:
+    if one is not None and other is not None and one != other:
         parts.insert(1, f"Arguments that differ: A {_without(one, other)}; B {_without(other, one)}.")
     if report.shapes is not None and report.shapes.changes:
         products = number_of(len(report.shapes.changes), "matrix product")

@@ -30,13 +30,13 @@ class Side:
         path: its directory or file; "" for a session in memory.
         words: a summary: the model, its steps and its precision.
         notes: sentences on unreadable parts, and on a run that is still running.
-        arguments: the script's arguments, each option with its values: "--lr 0.1".
+        arguments: the script's arguments, each option with its values: "--lr 0.1"; None if they are not known.
     """
 
     path: str
     words: str
     notes: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, repr=False)
