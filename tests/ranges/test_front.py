@@ -545,7 +545,7 @@ def test_a_page_on_two_runs_begins_with_what_changed():
     assert "They part at step 5: " in part(page, "section", "panel")
     same = replace(broken(nan_from=99), events=())
     assert "No difference" in part(render(diff(same, same), ".html"), "header", "bar")
-    assert "B alone is not healthy" in part(render(diff(same, broken()), ".html"), "header", "bar")
+    assert "Only B is broken" in part(render(diff(same, broken()), ".html"), "header", "bar")
     equal = diff(same, same)
     ranges = equal.models[0].ranges
     to_fix = replace(ranges.second, verdict=replace(ranges.second.verdict, healthy=False))

@@ -73,7 +73,7 @@ for step in range(14):
 """
 
 
-@pytest.mark.parametrize(("broken", "measured"), [((3, 9, 10), [9]), ((3, 4, 9), [4]), ((3,), [])])
+@pytest.mark.parametrize(("broken", "measured"), [((3, 9, 10), [10]), ((3, 6), [6]), ((3, 4, 9), [4]), ((3,), [])])
 def test_steps_after_an_infinity_are_computed_twice_until_one_breaks_again(
     tmp_path: Path, broken: tuple[int, ...], measured: list[int]
 ) -> None:

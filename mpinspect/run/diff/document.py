@@ -47,7 +47,7 @@ from mpinspect.reporting.document import (
 )
 from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.json_text import Layout, Special, fields, headed, plain
-from mpinspect.reporting.words import NOT_APPLICABLE, and_more, duration, filled, number_of, percent
+from mpinspect.reporting.words import NOT_APPLICABLE, and_more, by_number, duration, filled, number_of, percent
 from mpinspect.run.diff.products import KernelsDiff, Product, ShapesDiff
 from mpinspect.run.diff.report import DiffReport, ModelDiff, Side
 
@@ -168,8 +168,9 @@ def _verdict_parts(report: DiffReport) -> list[str]:
     if one is not None and other is not None and one != other:
         parts.insert(1, f"Arguments that differ: A {_without(one, other)}; B {_without(other, one)}.")
     if report.shapes is not None and report.shapes.changes:
-        products = number_of(len(report.shapes.changes), "matrix product")
-        parts[-1] = f"{parts[-1][:-1]}; {products} differ in {report.shapes.aspects}."
+        count = len(report.shapes.changes)
+        products = f"{number_of(count, 'matrix product')} {by_number(count, 'differs', 'differ')}"
+        parts[-1] = f"{parts[-1][:-1]}; {products} in {report.shapes.aspects}."
     if report.kernels is not None and report.kernels.changes:
         parts[-1] = f"{parts[-1][:-1]}; kernels differ in {number_of(len(report.kernels.changes), 'module')}."
     return parts

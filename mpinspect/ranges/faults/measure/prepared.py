@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mpinspect.ranges.faults.measure.operands import Pending, is_narrow, numbers_of
+from mpinspect.ranges.faults.measure.operands import Pending, is_narrow, local_result, numbers_of
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
 from mpinspect.ranges.faults.measure.twins import Marks, distance, is_finite
@@ -48,8 +48,9 @@ class PreparedTensors(SecondComputation):
         self._used_up, self._operators = used_up, 0
         self._readers = {}
         self._seconds = 0.0
-        #: The operators to which tensors owe their infinities and NaNs: name, line, module and dtype.
+        #: The operators (name, line, module and dtype) to which tensors owe infinities and NaNs, or elements that were flushed.
         self._breaking: Marks[tuple[str, ...]] = Marks()
+        self._flushing: Marks[tuple[str, ...]] = Marks()
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
         """Prepare an operator's second run; operators on FP32 tensors without twins are left out."""
@@ -89,11 +90,17 @@ class PreparedTensors(SecondComputation):
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         super()._compare(pending, value, twin)
-        broken = None
+        broken = flushed = None
         if not is_finite(value) and is_finite(twin):
-            known = map(self._breaking.of, numbers_of(pending.given[0]))
-            broken = next(filter(None, known), None) or self._origin(pending, value)
+            broken = self._earlier(self._breaking, pending) or self._origin(pending, value)
+        # A sum or a difference of other numbers is zero in exact arithmetic as well.
+        elif bool(((value == 0) & (local_result(pending, twin) != 0)).any()):
+            flushed = self._origin(pending, value)
         self._breaking.put(value, broken)
+        self._flushing.put(value, self._earlier(self._flushing, pending) or flushed)
+
+    def _earlier(self, marks: Marks[tuple[str, ...]], pending: Pending) -> tuple[str, ...] | None:
+        return next(filter(None, map(marks.of, numbers_of(pending.given[0]))), None)
 
     def records(self) -> list[Record]:
         """Return records of the operators whose errors are in tensors that are left, the worst first. Waits for the device."""
@@ -117,7 +124,7 @@ class PreparedTensors(SecondComputation):
             return _recorded(self._origins.worst_of(value), value, twin, error=error)
         lost = (value == 0) & (twin.abs() >= _NEGLIGIBLE * twin.abs().max()) & (twin != 0)
         flushed = float(lost.sum())
-        return _recorded(self._origins.worst_of(value), value, twin, lost, flushed=flushed) if flushed else None
+        return _recorded(self._flushing.of(value), value, twin, lost, flushed=flushed) if flushed else None
 
     def _of_cast(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
         """Return the record of whole numbers that were only cast; None if nearly all are as before."""
