@@ -22,6 +22,7 @@ from mpinspect.numeric.formats import as_format
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.measure.compensation import spacing_of
 from mpinspect.ranges.faults.measure.masters import Masters
+from mpinspect.ranges.records import LeftOver
 from mpinspect.ranges.session import DROPPED, Event, Measurement, Progress
 from mpinspect.reporting.finding import Finding
 
@@ -2208,3 +2209,21 @@ def test_a_disabled_scaler_in_bf16_is_no_finding():
     model = mlp()
     report = train(model, 1e-3, scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=torch.bfloat16)
     assert report.verdict.healthy is True
+
+
+def test_left_over_nans_of_a_loop_without_a_scaler_are_not_said_to_stop_the_steps():
+    def left(step, **figures):
+        return LeftOver(step=step, names=("0.weight",), parameters=4, of=4, **figures).measurement()
+
+    def finding(*left_over, skipped):
+        event = Event(3, 0, "backward", "0", "weight_gradient", "0.weight", "nan", skipped=skipped, forward_finite=True)
+        report = train(mlp(), steps=3)
+        records = replace(report.session, measurements=left_over, events=(event,))
+        return named(analyse(records), "gradients-never-zeroed")[0]
+
+    broken = left(4, largest=0.0, not_finite=4)
+    assert "no later step is taken" in finding(broken, skipped=True).message
+    assert "no later step is taken" not in finding(broken, skipped=False).message
+    # Gradients that are never zeroed are the older fault.
+    never = finding(left(1, largest=1.0), left(2, largest=2.0), broken, skipped=False)
+    assert (never.step, "the sum of all gradients so far" in never.message) == (1, True)

@@ -83,7 +83,8 @@ def coarsen(windows: Sequence[Window], limit: int, before: int = 0) -> tuple[Win
     """Merge neighbouring windows until at most ``limit`` are left, in step order; every total stays exact.
 
     The windows become about equally long (in sampled steps), even if old windows are coarsened repeatedly with new ones.
-    ``before``: the number of sampled steps before them. Windows of ranks that sampled the same steps are nested or disjoint.
+    ``before``: the number of sampled steps before them. Windows that overlap those of another rank lie in the same stretch of the
+    longest length.
 
     Raises:
         ValueError: limit < 1.

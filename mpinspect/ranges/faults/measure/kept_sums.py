@@ -263,11 +263,11 @@ class KeptSums:
         elif operator in _DECAYING and (kept := next(filter(self._is_average, args[:2]), None)) is not None:
             other = args[1] if kept is args[0] else args[0]
             factor = factor_of(operator.__name__.rstrip("_"), other)
-            is_average = factor is not None and 0 < factor < 1
-            is_slow = factor is not None and not _follows(1 - factor, value.dtype)
-            if is_average and factor is not None and old is not None and _follows(1 - factor, value.dtype, _HARMLESS):
+            if factor is None or not 0 < factor < 1:
+                return
+            if old is not None and _follows(1 - factor, value.dtype, _HARMLESS):
                 self._followers.add(storage_key(value))
-            if is_average and is_slow and kept.shape == value.shape and kept.dtype == value.dtype:
+            if not _follows(1 - factor, value.dtype) and kept.shape == value.shape and kept.dtype == value.dtype:
                 before = kept.detach().clone() if old is None else old
                 self._nets[storage_key(value)] = _Net(StorageReference(kept), StorageReference(value), before)
 

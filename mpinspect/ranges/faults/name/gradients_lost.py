@@ -376,8 +376,9 @@ class _Sum(Sentences):
     GROWN = "The largest element of .grad rose from {largest_first:.3g} to {largest_last:.3g}."
     BROKEN = (
         "In step {step}{again} .grad still held infinities or NaNs of an earlier step when the backward began: their sums with "
-        "later gradients are not finite, so that no later step is taken."
+        "later gradients are not finite."
     )
+    NONE_TAKEN = "So no later step is taken."
     ZERO_SKIPPED = "Zero the gradients in each iteration, also after a step that the scaler skipped."
     MASTERS = (
         "In step {step}{again} the optimizer stepped with the sum of this step's gradients and of the masters' earlier .grad: "
@@ -414,13 +415,16 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
     if len(masters) >= _FEWEST_LEFT_OVER:
         says = (_Sum.MASTERS, _Sum.MASTERS_GROWN.when(_has_grown(masters)))
         yield Found.of(case, masters, says, _Sum.ZERO_MASTERS, _Sum.ZERO_GRAD_OF_BOTH, **_growth(masters))
-    broken = [each for each in case.recorded(LeftOver) if each.not_finite]
-    if broken:
+    left = list(case.recorded(LeftOver))
+    finite, broken = ([each for each in left if bool(each.not_finite) is is_broken] for is_broken in (False, True))
+    if broken and len(finite) < _FEWEST_LEFT_OVER:
         began = min(broken[0].step, *(event.step for event in case.events))
-        finite = [each for each in case.recorded(LeftOver) if not each.not_finite]
-        yield Found.of(case, broken, _Sum.BROKEN, _Sum.ZERO_SKIPPED, _Sum.ZERO_GRAD, step=began, **_growth(finite))
+        are_skipped = bool(case.events) and all(event.skipped for event in case.events)
+        says = (_Sum.BROKEN, _Sum.NONE_TAKEN.when(are_skipped))
+        fix = _Sum.ZERO_SKIPPED.when(are_skipped) or _Sum.ZERO
+        yield Found.of(case, broken, says, fix, _Sum.ZERO_GRAD, step=began, **_growth(finite))
         return
-    held = [each for each in case.recorded(LeftOver) if each.parameters >= MOST_LEFT_OVER * each.of]
+    held = [each for each in left if each.parameters >= MOST_LEFT_OVER * each.of]
     if len(held) >= _FEWEST_LEFT_OVER:
         fix, code = _Sum.ZERO, _Sum.ZERO_GRAD
         if case.precision.has_masters:

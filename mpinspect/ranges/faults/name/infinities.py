@@ -327,13 +327,8 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
         if not case.progress.steps or (first is not None and first.step <= alike.step):
             is_later, layer, step = beginning(alike, first)
             lowered = len({event.step for event in broken if event.skipped})
-            words = {
-                "count": int(alike.elements),
-                "given": int(alike.given),
-                "lowered": lowered,
-                "first_place": first and first.place,
-            }
-            words["tensor"] = tensor = operand_in(case.session.source_of(alike.names[1]), alike.names[0], alike.operand)
+            tensor = operand_in(case.session.source_of(alike.names[1]), alike.names[0], alike.operand)
+            words = {"count": int(alike.elements), "given": int(alike.given), "lowered": lowered, "tensor": tensor}
             yield found_at(
                 alike,
                 (_Alike.TAKES.when(tensor) or _Alike.IN_FP32_TOO, Born.FIRST.when(is_later)),

@@ -66,10 +66,9 @@ def with_own_names(code: str, source: str, operator: str) -> str:
     statement = _statement(source)
     if statement is None:
         return code
-    uses = [use for node in ast.walk(statement) for use in _used(node, operator.strip("_"))]
-    if len(uses) != 1 or not _RESULT.search(code):
+    use = _only_use(statement, operator)
+    if use is None or not _RESULT.search(code):
         return code
-    (use,) = uses
     is_elsewhere = not all(re.search(rf"\b{name}\b", code) for name in use.operands)
     operands = " ".join(map(ast.unparse, use.operands.values()))
     if is_elsewhere or _NARROWS.search(_FOLLOWS.sub("", operands) if _TO_STREAM in code else operands):
@@ -94,9 +93,8 @@ def operand_in(source: str, operator: str, index: int) -> str:
     It is also "" where the line has the operator not at all or several times.
     """
     statement = _statement(source)
-    nodes = ast.walk(statement) if statement is not None and index >= 0 else ()
-    uses = [use for node in nodes for use in _used(node, operator.strip("_"))]
-    operands = [*uses[0].operands.values()] if len(uses) == 1 else []
+    use = None if statement is None else _only_use(statement, operator)
+    operands = [] if use is None else [*use.operands.values()]
     if not 0 <= index < len(operands) or not isinstance(
         operands[index], ast.Name | ast.Attribute | ast.Subscript | ast.Call
     ):
@@ -112,6 +110,12 @@ def _statement(source: str) -> ast.stmt | None:
     except (SyntaxError, ValueError):
         return None
     return statement
+
+
+def _only_use(statement: ast.stmt, operator: str) -> _Use | None:
+    """Return the use of an operator in a statement; None if it has the operator not at all or several times."""
+    uses = [use for node in ast.walk(statement) for use in _used(node, operator.strip("_"))]
+    return uses[0] if len(uses) == 1 else None
 
 
 def _used(node: ast.AST, operator: str) -> Iterator[_Use]:

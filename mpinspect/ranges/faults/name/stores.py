@@ -386,8 +386,10 @@ def _weight_decay_lost(case: Case) -> Iterator[Found]:
 
     False alarms: The arithmetic gives none at the recorded learning rate, if the optimizer multiplies the weights themselves.
     Those that keep what rounding cuts off mostly do so too (optimi's AdamW, torchdistX's AnyPrecisionAdamW): the finding on them
-    is inferred. It is only "info" if the decay is the optimizer's default, which few scripts have chosen.
+    is inferred. It is only "info" if the decay is the optimizer's default, which few scripts have chosen; a measured one, if it
+    would take less than 5% off the weights over the run.
     """
+    is_known = False
     for optimizer in _rounding_to_nearest(case):
         decay, rate = optimizer.settings.get("weight_decay", 0.0), optimizer.settings.get("lr", 0.0)
         dtype = max(optimizer.steps, key=lambda dtype: optimizer.steps[dtype], default="")
@@ -403,8 +405,8 @@ def _weight_decay_lost(case: Case) -> Iterator[Found]:
             is_mild=decay <= _DEFAULT_DECAY,
             is_inferred=bool(optimizer.compensation),
         )
-        return
-    for lost in case.recorded(LostFactor):
+        is_known = True
+    for lost in () if is_known else case.recorded(LostFactor):
         words = {"lost": int(lost.lost)}
         is_mild = abs(1 - lost.factor) * case.progress.steps < _LITTLE_DECAY
         yield found_at(lost, _Decay.MEASURED, _Decay.IN_FP32, (), words, is_mild=is_mild)
