@@ -15,7 +15,7 @@ from mpinspect.numeric.exponents import ExponentHistogram, merge
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.kinds import ACTIVATION, KINDS, UPDATE, WEIGHT
-from mpinspect.ranges.records import UpdateEffect
+from mpinspect.ranges.records import LostFactor, UpdateEffect
 from mpinspect.ranges.session import (
     Event,
     Measurement,
@@ -360,6 +360,19 @@ def test_one_search_for_a_lower_scale_is_no_fault_if_it_ended(bursts, severity):
     """Gradients may grow once, as at new data."""
     events = [event(start + more, loss_scale=2.0 ** (16 - more)) for start in bursts for more in range(12)]
     assert found(steps_with(events), "non-finite-event").severity == severity
+
+
+def test_the_lost_decay_of_each_optimizer_is_reported_once():
+    settings = {"lr": 1e-3, "weight_decay": 0.1}
+    optimizers = tuple(OptimizerRecord(name, settings, {"bfloat16": 64}) for name in ("AdamW", "Lion"))
+    lost = LostFactor(
+        step=1, names=("mul", "a.py:3", "step of Lion"), text="bfloat16", elements=64, lost=64, factor=0.999
+    )
+    session = session_of(
+        {weight("w"): FINE}, precision=Precision(optimizers=optimizers), measurements=[lost.measurement()]
+    )
+    told = [each.evidence.get("optimizer") for each in analyse(session).findings if each.id == "weight-decay-lost"]
+    assert sorted(told) == ["AdamW", "Lion"]
 
 
 def test_steps_skipped_for_the_forward_are_not_ascribed_to_the_backward():
