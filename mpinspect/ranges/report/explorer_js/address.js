@@ -15,9 +15,9 @@ export function wanted(data, name) {
   return isMine ? found.get(name) : null;
 }
 
-/** Keeps what is shown in the address. Browsers allow some hundred such changes a minute. @param {import("./view.js").View} view */
-export function keep({ data, state }) {
-  const kept = new URLSearchParams({ model: data.model, kind: state.kind ?? "", format: state.format.name, scale: String(state.scale) });
+/** Keeps what is shown in the address. Browsers allow some hundred such changes a minute. @param {import("./view.js").View} view @param {string} format */
+export function keep({ data, state }, format = state.format.name) {
+  const kept = new URLSearchParams({ model: data.model, kind: state.kind ?? "", format, scale: String(state.scale) });
   if (state.block >= 0) kept.set("block", String(state.block));
   if (state.layer !== null) kept.set("layer", state.layer);
   if (state.layer !== null && !state.isOwn) kept.set("beside", "");

@@ -14,6 +14,8 @@ import { numberOf, percent, shortened, STRIP, wrapping } from "./words.js";
 const [MOST, LEAST, TALLEST, FIGURES] = [200, 24, 200, 176];
 /** Pixels of the culprit's row, and of the table's header with the margins below the table. */
 const [CULPRIT, BESIDES] = [40, 60];
+/** The choice of the format in which each run computes, in the select and the address. */
+const OWN = "own";
 
 /** A tensor of both runs. @typedef {{first: any, second: any, elsewhere: number, from: number | null}} Pair */
 
@@ -42,16 +44,20 @@ export class Comparison {
     const opens = [asked, moved?.[0], second.data.opening.kind, kinds[0]?.name].find((name) => kinds.some((/** @type {any} */ kind) => kind.name === name));
     for (const view of this.views) Object.assign(view.state, { kind: opens, scale: view.data.own, block: -1, layer: null, isOwn: false });
     this.kind = element("select", {}, ...kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, `${each.title} (${this.movedOf(each.name)} moved)`)));
-    this.format = element("select", { className: "narrow" }, ...second.data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
+    /** Whether the runs compute in two formats, so that each can be drawn in its own. */
+    this.differ = this.views.every((view) => view.formatNamed(view.data.computes)) && first.data.computes !== second.data.computes;
+    this.format = element("select", { className: this.differ ? "" : "narrow" }, ...(this.differ ? [element("option", { value: OWN }, this.views.map((view) => view.formatNamed(view.data.computes).label).join(", "))] : []), ...second.data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
     this.all = element("input", { type: "checkbox" });
     this.block = element("input", { type: "range", min: -1, max: data[1].blocks.length - 1, step: 1, value: -1 });
     this.steps = element("output", {});
     this.said = element("p", { className: "said", role: "status", "aria-live": "polite" });
     this.axes = ["A", "B", "difference"].map((words) => element("canvas", { "aria-hidden": "true", className: words }));
+    this.titles = ["A", "B", "B minus A"].map((words) => element("b", {}, words));
     this.body = element("tbody", {});
     this.cols = [0, 1, 2, 3, 4, 5].map(() => element("col", {}));
     this.rows = element("div", { className: "rows compared", tabIndex: 0, role: "region", "aria-label": "Tensors of both runs" });
     this.fill();
+    this.use(this.differ && [null, OWN].includes(wanted(data[1], "format")) ? OWN : second.state.format.name);
     const resized = new ResizeObserver(() => this.draw());
     resized.observe(root);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
@@ -63,7 +69,7 @@ export class Comparison {
 
   fill() {
     const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", { className: control === this.kind ? "roomy" : "" }, element("span", {}, words), control);
-    const heads = ["A", "B", "B minus A"].map((words, place) => element("th", { scope: "col", className: "map" }, element("b", {}, words), this.axes[place]));
+    const heads = this.titles.map((title, place) => element("th", { scope: "col", className: "map" }, title, this.axes[place]));
     this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
       element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "moved"), element("th", { scope: "col", title: "the first step in which it moved, by more than it does by itself" }, "from step"))), this.body));
     this.root.replaceChildren(element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [label("Steps", this.block), this.steps] : [])), this.said, this.rows,
@@ -71,17 +77,28 @@ export class Comparison {
     this.root.classList.add("explorer");
     this.root.classList.toggle("mild", !this.opening.grave);
     this.kind.addEventListener("change", () => this.change({ kind: this.kind.value }));
-    this.format.addEventListener("change", () => this.change({ format: this.views[1].formatNamed(this.format.value) }));
+    this.format.addEventListener("change", () => {
+      this.use(this.format.value);
+      this.change({});
+    });
     this.all.addEventListener("change", () => this.draw());
     this.block.addEventListener("input", () => this.draw());
   }
 
+  /** Chooses a format for both runs. @param {string} name OWN for the one in which each computes */
+  use(name) {
+    this.format.value = name;
+    this.views.forEach((view, place) => {
+      view.state.format = view.formatNamed(name === OWN ? view.data.computes : name);
+      this.titles[place].textContent = `${"AB"[place]}, ${view.state.format.label}`;
+    });
+  }
+
   /** @param {any} changed part of the state of both */
   change(changed) {
-    const { format } = changed;
-    for (const view of this.views) Object.assign(view.state, changed, format && { format: view.sameFormat(format) });
+    for (const view of this.views) Object.assign(view.state, changed);
     this.draw();
-    keep(this.views[1]);
+    keep(this.views[1], this.format.value);
   }
 
   /** Shows a block of steps of B, and A at the same step; -1 for both runs as a whole. @param {number} block */
@@ -130,9 +147,7 @@ export class Comparison {
   draw() {
     const wide = this.root.clientWidth;
     if (!wide) return;
-    const { kind, format } = this.views[1].state;
-    this.kind.value = kind ?? "";
-    this.format.value = format.name;
+    this.kind.value = this.views[1].state.kind ?? "";
     this.take(Number(this.block.value));
     const all = this.pairs();
     const moved = all.filter((pair) => pair.from !== null);

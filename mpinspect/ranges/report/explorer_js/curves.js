@@ -16,8 +16,8 @@ import { SCALES } from "./view.js";
  * @property {boolean} hasValues
  */
 
-/** A share that is worth a curve. */
-const NOTABLE = 0.01;
+/** The share from which a loss is named, and worth a curve. */
+export const NOTABLE = 0.01;
 
 /** Whether more than a trifle is lost at some loss scale whose flush edge lies on the map. @param {import("./view.js").View} view */
 export function isNotable(view) {

@@ -1,7 +1,9 @@
 // One sentence on the layers that are shown, and the list of events.
 // @ts-check
 
+import { NOTABLE } from "./curves.js";
 import { element } from "./dom.js";
+import { lostMass } from "./histogram.js";
 import { number, numberOf, raised, scaleInWords, spanInWords } from "./words.js";
 
 /** @param {number} count @param {string} one @param {string} several */
@@ -38,12 +40,16 @@ function losses(view, valued, broken) {
   const { ofKind: own, data, state } = view;
   if (!valued.length) return own.length === 1 ? "the tensor holds no finite non-zero element" : `the ${own.length} tensors hold no finite non-zero element`;
   const hiding = own.some((/** @type {any} */ layer) => view.hiddenIn(layer, view.figures(layer)));
-  const losing = own.filter((/** @type {any} */ layer) => view.lossOf(layer) > 0.01).length;
+  const those = own.filter((/** @type {any} */ layer) => view.lossOf(layer) > NOTABLE);
+  const losing = those.length;
+  // Small elements are many and weigh little: the safe window of loss scales goes by their magnitudes.
+  const isTrifle = losing && !hiding && those.every((/** @type {any} */ layer) => lostMass(view.counted(layer), state.format, view.log2Scale) <= NOTABLE);
+  const its = verb(losing, "its", "their");
   const over = valued.filter((each) => each.high > 0).length;
   const { title } = data.kinds.find((/** @type {any} */ kind) => kind.name === state.kind);
   const tensors = numberOf(own.length, title.toLowerCase().replace(/s$/, ""));
   const hidden = view.hidesValues ? " (zeros may have been values)" : "";
-  return `${hiding ? "up to " : ""}${losing} of ${tensors} ${verb(losing, "loses", "lose")} over 1% of ${verb(losing, "its", "their")} elements to zero${hidden}, ${over} ${verb(over, "overflows", "overflow")}${broken ? " in finite values" : ""}`;
+  return `${hiding ? "up to " : ""}${losing} of ${tensors} ${verb(losing, "loses", "lose")} over 1% of ${its} elements${isTrifle ? `, but at most 1% of ${its} magnitude,` : ""} to zero${hidden}, ${over} ${verb(over, "overflows", "overflow")}${broken ? " in finite values" : ""}`;
 }
 
 /** A sentence on a chosen event whose step is not, or may not be, among the steps shown. @param {import("./view.js").View} view */
