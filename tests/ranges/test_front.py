@@ -599,7 +599,9 @@ def test_both_maps_and_their_difference_share_an_axis(width: int, axe: str, brow
 
 def test_runs_in_two_formats_are_each_drawn_in_their_own(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     first = replace(broken(nan_from=99), events=())
-    runs = [replace(first, precision=Precision({"float32": 100}, autocast=(dtype,))) for dtype in ("bfloat16", "float16")]
+    runs = [
+        replace(first, precision=Precision({"float32": 100}, autocast=(dtype,))) for dtype in ("bfloat16", "float16")
+    ]
     path = diff(*runs).save(tmp_path / "a.html")
     page = browser.new_context(offline=True, viewport=SCREEN).new_page()
     page.goto(f"file://{path}")
@@ -607,13 +609,17 @@ def test_runs_in_two_formats_are_each_drawn_in_their_own(browser: Any, tmp_path:
     titles = page.locator(".compared th.map b")
     assert titles.all_text_contents() == ["A, BF16", "B, FP16", "B minus A"]
     # The same counts: one run's edges lie within the map, the other's beyond it.
-    drawn = [canvas.evaluate("canvas => canvas.toDataURL()") for canvas in page.locator(".compared tbody canvas").all()[:2]]
+    drawn = [
+        canvas.evaluate("canvas => canvas.toDataURL()") for canvas in page.locator(".compared tbody canvas").all()[:2]
+    ]
     assert drawn[0] != drawn[1]
     format = page.locator(".explorer .controls select").nth(2)
     assert format.locator("option").first.text_content() == "BF16, FP16"
     format.select_option("float16")
     assert titles.all_text_contents() == ["A, FP16", "B, FP16", "B minus A"]
-    drawn = [canvas.evaluate("canvas => canvas.toDataURL()") for canvas in page.locator(".compared tbody canvas").all()[:2]]
+    drawn = [
+        canvas.evaluate("canvas => canvas.toDataURL()") for canvas in page.locator(".compared tbody canvas").all()[:2]
+    ]
     assert drawn[0] == drawn[1]
     # The address keeps either choice.
     page.reload()

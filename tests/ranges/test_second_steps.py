@@ -233,6 +233,58 @@ def test_regular_steps_with_rarer_work_are_chosen(worked, expected):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ("aaaaaabbbbbb", [8]),
+        # Two new phases, each once; the first one again, and a third.
+        ("aaaabbbbaaaaccccdddd", [6, 14]),
+        # The last batch of each epoch is smaller.
+        ("aaaaabaaaabaaaab", []),
+        # Batches of texts.
+        ("abcabdaebfaagbh", []),
+        ("aaabbbccc", []),
+    ],
+)
+def test_a_step_is_chosen_once_steps_are_of_another_kind(kinds, expected):
+    choice, found = StepChoice(()), []
+    for step, kind in enumerate([*kinds, "end"]):
+        if choice.is_due(step, lambda: ()):
+            choice.begins(step)
+            found.append(step)
+        choice.passed(step, 0, "conv", kind)
+    assert found == expected
+
+
+def test_kinds_are_compared_of_steps_that_begin_with_the_same_module():
+    choice = StepChoice(())
+    for step in range(16):
+        assert not choice.is_due(step, lambda: ())
+        choice.passed(step, 0, *(("conv", "a") if step < 8 else ("block", "b")))
+
+
+LATER_OVERFLOWS = {
+    "size": lambda model, later: model(torch.full((4096 if later else 4, 4), 100.0)).half().abs().sum(),
+    "loss": lambda model, later: (torch.sum if later else torch.mean)(model(torch.full((4096, 4), 100.0)).half().abs()),
+    "precision": lambda model, later: (model(torch.full((4, 4), 100.0)) * 4096).float().abs().sum(),
+}
+
+
+@pytest.mark.parametrize("change", LATER_OVERFLOWS)
+def test_an_overflow_of_a_later_phase_that_leaves_the_loss_finite_is_found(change):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for step in range(20):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16, enabled=change == "precision" and step >= 10):
+                total = LATER_OVERFLOWS[change](model, step >= 10)
+            (1 / (1 + total)).backward()
+            optimizer.step()
+    assert "overflow-in-operator" in {finding.id for finding in inspector.report().findings}
+
+
 def test_steps_after_an_infinity_are_chosen_until_one_has_it():
     always = range(5, 20)
     assert chosen(StepChoice(()), []) == []

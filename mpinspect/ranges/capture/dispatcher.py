@@ -130,7 +130,11 @@ class Dispatcher(Guarded):
         # reentrant checkpointing the gradients arrive at these recomputed tensors.
         recomputed = torch._C._current_graph_task_id() != -1
         in_training = (recomputed and not self._on_trial) or (self.clock.in_forward and torch.is_grad_enabled())
-        if (not in_training and not self._training_forward(layer)) or not self.at_work:
+        if not in_training:
+            if not self._training_forward(layer):
+                return
+            self.clock.forward_kind = layer.path, tuple((each.shape, each.dtype) for each in outputs)
+        if not self.at_work:
             return
         if not recomputed and not self._choice.takes(layer.path):
             return

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
-from mpinspect.ranges.capture.graph import walk
+from mpinspect.ranges.capture.graph import graph, operator_of, walk
 from mpinspect.ranges.capture.observations import out_of_reach
 from mpinspect.ranges.capture.optimizers import skips_on_device, stands_still
 from mpinspect.runtime.guard import Guarded, entrance
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Maximum number of nodes of a loss's graph in a search for a module's output: some 1 ms.
 _MOST_NODES = 2048
+#: How many of a loss's last operations tell its kind.
+_OPERATORS = 8
 
 
 class Listener(Guarded):
@@ -94,6 +96,7 @@ class Listener(Guarded):
         if not self._dispatcher.at_work or not losses or not self._reaches_model(losses):
             return
         self._dispatcher.read_graph(losses)
+        self._clock.loss_kind = tuple(map(operator_of, graph((each.grad_fn for each in losses), _OPERATORS)))
         if self._clock.in_forward:
             for observer in self._dispatcher.at_work:
                 observer.backward_called(losses)

@@ -8,7 +8,7 @@ forward or backward that follows a backward, if the weights were updated or the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,10 @@ AFTER_EVENTS = 8
 AT_ONCE = 5
 #: The most steps that are computed twice for their rarer work.
 WITH_RARER_WORK = 2
+#: The most steps that are computed twice because steps became of another kind, and the most kinds that are told apart.
+OF_NEW_KIND, _MOST_KINDS = 2, 64
+#: How many steps of one kind must have passed before, and how many of the new one.
+_STEADY, _SETTLED = 4, 2
 #: Later steps that are computed twice: only with time do sums and moments saturate, and weights grow.
 LATER_STEPS = (30, 100, 1000, 10_000)
 
@@ -92,6 +96,10 @@ class StepClock:
         self.skipped_steps = 0
         #: Calls of the model's modules without gradients.
         self.calls_without_gradient = 0
+        #: Of the last forward: the module called first, and the shapes and dtypes of its outputs.
+        self.forward_kind: tuple[str, Hashable] = ("", None)
+        #: The names of the losses' last operations.
+        self.loss_kind: Hashable = None
         #: Forwards since the running step of an optimizer began: calls of its closure. None outside of such a step.
         self._closures: int | None = None
         #: Whether closures of any step were called more often than they are observed.
@@ -112,6 +120,12 @@ class StepClock:
         is_seen = sampled or watched
         self.measured = is_seen and is_measured(self._seen_steps)
         self._seen_steps += is_seen
+
+    @property
+    def kind(self) -> tuple[str, Hashable]:
+        """The module that the last forward began with, and what tells the step's kind beside."""
+        first, kind = self.forward_kind
+        return first, (kind, self.loss_kind)
 
     @property
     def has_optimizers(self) -> bool:
@@ -320,40 +334,79 @@ class Pace:
         )
 
 
+@dataclass(slots=True)
+class _KindsOf:
+    """Of the steps that begin with one module: their kinds, the last one, its length, and whether a steady one preceded it."""
+
+    known: set[Hashable]
+    last: Hashable
+    steps: int = 0
+    was_steady: bool = False
+
+
+class Kinds:
+    """Notices steps that have become of another kind: longer sequences, another loss or precision, as in a new phase.
+
+    Batches whose length always changes are of no steady kind, and the smaller batch that ends an epoch has no second one.
+    """
+
+    def __init__(self) -> None:
+        #: By the first module: which modules report depends on whether a step is sampled.
+        self._of: dict[str, _KindsOf] = {}
+
+    def has_settled(self, first: str, kind: Hashable) -> bool:
+        """Handle the end of a step; return whether it made a new kind one that stays."""
+        found = self._of.setdefault(first, _KindsOf(set(), kind))
+        if len(found.known) > _MOST_KINDS:
+            return False
+        if kind != found.last:
+            found.was_steady = found.steps >= _STEADY and kind not in found.known
+            found.last, found.steps = kind, 0
+        found.known.add(kind)
+        found.steps += 1
+        return found.was_steady and found.steps == _SETTLED
+
+
 class StepChoice:
-    """Chooses the steps that are computed twice: given ones, some after an infinity or NaN that no loss scale explains, and some
-    that do rarer work, such as a validation, if it comes in regular steps.
+    """Chooses the steps that are computed twice: given ones, some after an infinity or NaN that no loss scale explains, some
+    that do rarer work, such as a validation, if it comes in regular steps, and some after the steps became of another kind.
 
     Args:
         steps: numbers of steps after which the next one is chosen.
         after_events: the most steps chosen after an infinity or NaN.
-        with_rarer_work: the most steps chosen for their rarer work.
+        by_work: whether steps are chosen for their rarer work and their kind.
     """
 
     def __init__(
-        self,
-        steps: Iterable[int] = LATER_STEPS,
-        after_events: int = AFTER_EVENTS,
-        with_rarer_work: int = WITH_RARER_WORK,
+        self, steps: Iterable[int] = LATER_STEPS, after_events: int = AFTER_EVENTS, by_work: bool = True
     ) -> None:
         self._steps = sorted(set(steps))
         self._left_after_events = after_events
         self._chosen_after_events = 0
         self._is_after_event = False
-        self._left_with_rarer_work = with_rarer_work
+        self._left_with_rarer_work = by_work * WITH_RARER_WORK
+        self._left_of_new_kind = by_work * OF_NEW_KIND
         #: The rarer work so far, None before the first step, and the last two steps in which it grew.
         self._work: int | None = None
         self._worked: tuple[int, ...] = ()
+        self._kinds = Kinds()
+        self._is_of_new_kind = False
 
-    def passed(self, step: int, work: int) -> None:
-        """Handle the end of a step; ``work``: a number that grows with each piece of rarer work."""
+    def passed(self, step: int, work: int, first: str = "", kind: Hashable = None) -> None:
+        """Handle the end of a step.
+
+        Args:
+            work: a number that grows with each piece of rarer work.
+            first, kind: the module that the step began with, and what tells the step's kind.
+        """
         if self._work not in (None, work):
             self._worked = (*self._worked[-1:], step)
         self._work = work
+        self._is_of_new_kind = self._left_of_new_kind > 0 and self._kinds.has_settled(first, kind)
 
     def is_due(self, step: int, broken_phases: Callable[[], Sequence[str]]) -> bool:
         """Return whether the step that follows ``step`` others is chosen; ``broken_phases``: as of ``Recording``."""
-        if self._has_come(step) or self._has_rarer_work(step):
+        if self._is_planned(step):
             return True
         if self._left_after_events < 1:
             return False
@@ -362,8 +415,10 @@ class StepChoice:
 
     def begins(self, step: int) -> None:
         """Handle the start of a chosen step."""
+        self._is_after_event = not self._is_planned(step)
         self._left_with_rarer_work -= self._has_rarer_work(step)
-        self._is_after_event = not (self._has_come(step) or self._has_rarer_work(step))
+        self._left_of_new_kind -= self._is_of_new_kind
+        self._is_of_new_kind = False
         self._left_after_events -= self._is_after_event
         self._chosen_after_events += self._is_after_event
         self._steps = [each for each in self._steps if each > step]
@@ -374,6 +429,9 @@ class StepChoice:
         # The forward before the backward, as in the alphabet.
         if self._is_after_event and any(record.names[2] == max(broken_phases, default="") for record in broken):
             self._left_after_events = 0
+
+    def _is_planned(self, step: int) -> bool:
+        return self._has_come(step) or self._has_rarer_work(step) or self._is_of_new_kind
 
     def _has_rarer_work(self, step: int) -> bool:
         """Return whether a step comes as long after the last one with rarer work as that one came after the one before."""

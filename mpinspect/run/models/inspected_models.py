@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,6 +177,11 @@ class InspectedModels:
     def rarer_work(self) -> int:
         """Return a number that changes with each piece of rarer work in any model (``RarerWork``)."""
         return sum(each.inspector.rarer_work for each in self.all)
+
+    def kind(self) -> tuple[str, tuple[Hashable, ...]]:
+        """Return which modules the models' last forwards began with, and what tells the kind of a step (``StepClock.kind``)."""
+        kinds = [each.inspector.kind for each in self.all]
+        return " ".join(first for first, _ in kinds), tuple(kind for _, kind in kinds)
 
     def steps(self) -> dict[str, int]:
         """Return the number of steps that have ended, by model."""

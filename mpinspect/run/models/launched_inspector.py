@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,11 @@ class LaunchedInspector(Inspector):
     def rarer_work(self) -> int:
         """The amount of this model's ``RarerWork``."""
         return self._rarer_work.amount()
+
+    @property
+    def kind(self) -> tuple[str, Hashable]:
+        """``StepClock.kind`` of the last step."""
+        return self._capture.clock.kind
 
     @property
     def broken_phases(self) -> tuple[str, ...]:

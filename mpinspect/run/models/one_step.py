@@ -74,7 +74,7 @@ class OneStep(Guarded):
         if self._wants_matmuls:
             # A budget does not know the cost of a step that is computed twice.
             has_budget = options.max_overhead not in (None, math.inf)
-            self._choice = StepChoice((), with_rarer_work=0) if has_budget else StepChoice(LATER_STEPS)
+            self._choice = StepChoice((), by_work=False) if has_budget else StepChoice(LATER_STEPS)
             self._left_replaced = 0 if has_budget else _MOST_REPLACED
         #: Steps of the chosen optimizer.
         self._stepped = 0
@@ -132,7 +132,7 @@ class OneStep(Guarded):
         return is_gone and self._models.stepped_by(optimizer) is not None
 
     def _step_passed(self) -> None:
-        self._choice.passed(self._stepped, self._models.rarer_work())
+        self._choice.passed(self._stepped, self._models.rarer_work(), *self._models.kind())
         self._stepped += 1
 
     def scaler_steps(self) -> None:

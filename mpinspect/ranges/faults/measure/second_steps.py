@@ -246,9 +246,7 @@ class SecondSteps(Guarded):
     ) -> None:
         super().__init__(recording.note)
         self._model, self._clock, self._recording = model, clock, recording
-        self._choice = (
-            StepChoice((_EARLY_STEP, *LATER_STEPS)) if steps is None else StepChoice(steps, with_rarer_work=0)
-        )
+        self._choice = StepChoice((_EARLY_STEP, *LATER_STEPS)) if steps is None else StepChoice(steps, by_work=False)
         self._rarer_work = RarerWork(clock, model)
         self._thread = threading.get_ident()
         self._step = -1
@@ -315,7 +313,7 @@ class SecondSteps(Guarded):
         if threading.get_ident() != self._thread or self._clock.step == self._step:
             return
         begun, self._step = self._step, self._clock.step
-        self._choice.passed(begun, self._rarer_work.amount())
+        self._choice.passed(begun, self._rarer_work.amount(), *self._clock.kind)
         self._end(begun)
         if self._twice is None and self._choice.is_due(self._step, self._recording.broken_phases):
             self._begin()
