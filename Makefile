@@ -63,7 +63,6 @@ test-processors: .test-avx2 .test-sse ## the arithmetic's tests again, with olde
 .test-sse: $(VENV)/.dev
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q $(ARITHMETIC)
 
-# Compiling what counts takes one core for most of a minute, while all processes of tests wait. mypy and Sphinx take the others.
 # dist is for a release: it builds in environments of its own and trains the demo again, which the tests do too.
 .PHONY: check
 check: $(VENV)/.dev ## all that CI runs: lint, docs, test-processors, test
@@ -169,9 +168,12 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml
 	@$(PIP) -e .
 	@touch $@
 
+# Compiling what counts takes one core as long as installing the rest takes the other. Tests compile what is missing.
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "installing mpinspect and what its tests and its documentation need into $(VENV)"
-	@$(PIP) -e '.[dev,docs]'
+	@$(PIP) -e '.[cpu]'
+	@$(BIN)/python -c 'from mpinspect.counting.fastest import warm_up; warm_up(compile_here=True)' & \
+		$(PIP) -e '.[dev,docs]' && wait
 	@touch $@ $(VENV)/.package
 
 # TypeScript checks the types in the page's scripts, axe-core whether everyone can read the page. Without npm, or where no registry
