@@ -277,7 +277,8 @@ class Inspector:
         """Record the exception that is about to end the run, unless it is Ctrl-C or an exit with status 0."""
         if error is None or not is_failure(error) or not self._capture.attached:
             return
-        step = self._capture.between_forward_and_backward()
+        has_loss = self._capture.search_variables(error)
+        step = None if has_loss else self._capture.between_forward_and_backward()
         self._capture.broken_off(error)
         if step is not None and may_be_for_a_value(error):
             self._recording.note(
@@ -335,6 +336,7 @@ class Inspector:
         if self._second_steps is not None:
             self._second_steps.detach()
         if self._capture.attached:
+            self._capture.search_variables()
             self._capture.detach()
             self._left = self._capture.weights_left(self._broken_before)
         if not self._recording.progress.ended:

@@ -1,5 +1,6 @@
 """Reports on broken runs with little evidence: weights that broke in unwatched steps, the loss, a scale that is too large."""
 
+import contextlib
 import dataclasses
 import math
 import sys
@@ -52,6 +53,61 @@ def _trained(
 def _the_finding(inspector: Inspector) -> Finding:
     (finding,) = (each for each in inspector.report().findings if each.id == "non-finite-event")
     return finding
+
+
+# -- losses without a backward ------------------------------------------------------------------------------------------
+
+
+def _left_out(ends: str, broken_at: int = 3, steps: int = 5, made: str = "loss") -> Inspector:
+    """Train with a logarithm of zero in one step, whose backward the loop leaves out: it raises, breaks or continues."""
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with contextlib.suppress(ValueError), Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(steps):
+            zero = 0.0 if step == broken_at else 1.0
+            loss = ((model(torch.ones(3, 4)) * 0 + zero).log()).mean()
+            parts = {"total": loss} if made == "dict" else loss
+            if not loss.isfinite():
+                if made == "dict":
+                    del loss
+                if ends == "raises":
+                    raise ValueError(f"not finite: {parts}")
+                if ends == "breaks":
+                    break
+                continue
+            take_step(optimizer, loss)
+    return inspector
+
+
+@pytest.mark.parametrize("made", ["loss", "dict"])
+@pytest.mark.parametrize("ends", ["raises", "breaks", "continues"])
+def test_a_loss_that_the_loop_leaves_out_is_an_event_with_its_operator(ends: str, made: str) -> None:
+    inspector = _left_out(ends, made=made)
+    (event,) = inspector.session().events
+    assert (event.step, event.phase, event.what, event.value) == (3, "forward", "loss", "inf")
+    cause = inspector.report().findings[0]
+    assert (cause.id, cause.step) == ("argument-out-of-range", 3)
+    assert cause.evidence["operator"].startswith("a logarithm of zero")
+    assert not any("broke off" in note for note in inspector.session().notes)
+
+
+def test_a_loss_in_the_first_step_is_found_without_any_backward() -> None:
+    inspector = _left_out("raises", broken_at=0)
+    assert [event.step for event in inspector.session().events] == [0]
+    assert not inspector.report().verdict.healthy
+
+
+def test_finite_losses_and_those_of_other_models_are_no_events() -> None:
+    model, other = _network(), _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(3):
+            beside = other(torch.ones(3, 4)).mean() * math.inf
+            take_step(optimizer, model(torch.ones(3, 4)).mean() + model(torch.zeros(3, 4)).mean())
+        kept = model(torch.ones(3, 4)).mean()
+    assert kept.isfinite()
+    assert not beside.isfinite()
+    assert inspector.session().events == ()
 
 
 # -- weights at the end -------------------------------------------------------------------------------------------------

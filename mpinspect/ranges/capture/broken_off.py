@@ -1,12 +1,14 @@
-"""Finds the step, phase and module of the exception that ended a run."""
+"""Finds the step, phase and module of the exception that ended a run, and the loss whose backward the loop left out."""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
-from traceback import walk_tb
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from traceback import walk_stack, walk_tb
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -23,7 +25,10 @@ from mpinspect.ranges.session import (
     Measurement,
 )
 from mpinspect.runtime.briefly import brief
+from mpinspect.runtime.outputs import tensors_in
 
+#: Most frames that are searched for a loss, tensors in one of their variables, and losses that are read.
+_MOST_FRAMES, _MOST_IN_VARIABLE, _MOST_LOSSES = 16, 64, 64
 _CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
 #: Words in the messages of checks for infinities and NaNs.
 _OF_A_VALUE = re.compile(r"\b(nans?|infs?|(non-?)?finite|infinit\w*)\b", re.IGNORECASE)
@@ -79,6 +84,32 @@ def broken_off(error: BaseException, layers: Iterable[Layer], clock: StepClock) 
                 break
     figures = {"begun": float(clock.begun), "steps": float(clock.step)}
     return Measurement(ENDED_BY, module, clock.step, figures, (phase,), brief(error))
+
+
+def lost_losses(variables: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """Return the scalars with a graph that are infinite or NaN: losses that a loop has computed and left without a backward.
+
+    Waits for the device, on which the loop has checked them before.
+
+    Args:
+        variables: the variables of the script's frames, the innermost first.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for values in variables:
+        for value in values.values():
+            for each in islice(tensors_in(value), _MOST_IN_VARIABLE):
+                if type(each) is torch.Tensor and each.grad_fn is not None and each.numel() == 1:
+                    found.setdefault(id(each), each)
+    return [each for each in islice(found.values(), _MOST_LOSSES) if not bool(each.detach().isfinite())]
+
+
+def variables_of(error: BaseException | None) -> Iterator[dict[str, Any]]:
+    """Yield the variables of the frames that an exception has left; without one, of those that run now, and the script's own."""
+    running = (frame for frame, _ in islice(walk_stack(sys._getframe(1)), _MOST_FRAMES))
+    for frame in reversed(_frames(error)) if error is not None else running:
+        if not str(frame.f_globals.get("__name__")).startswith(("torch.", f"{__name__.partition('.')[0]}.")):
+            yield frame.f_locals
+    yield vars(sys.modules["__main__"])
 
 
 def _by_clock(clock: StepClock) -> str:

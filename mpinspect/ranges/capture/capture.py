@@ -13,7 +13,7 @@ import torch
 
 from mpinspect.counting import fastest
 from mpinspect.ranges.capture import tensor_hooks
-from mpinspect.ranges.capture.broken_off import broken_off
+from mpinspect.ranges.capture.broken_off import broken_off, lost_losses, variables_of
 from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.counting import Counting
 from mpinspect.ranges.capture.dispatcher import Dispatcher
@@ -288,6 +288,20 @@ class Capture(Dispatcher):
     def broken_off(self, error: BaseException) -> None:
         """Record the exception that is about to end the run; call it before ``detach``."""
         self._recording.measured(broken_off(error, self._layers, self.clock))
+
+    @guarded
+    def search_variables(self, error: BaseException | None = None) -> bool:
+        """Search the script's variables for losses that are not finite, if the last forward has had no backward.
+
+        Returns whether there is one. Waits for the device, which the loop did before: it has read these losses.
+
+        Args:
+            error: the exception that is about to end the run.
+        """
+        losses = lost_losses(variables_of(error)) if self.clock.in_forward else []
+        if losses and self.listener is not None:
+            self.listener.backward_left_out(losses)
+        return bool(losses)
 
     @guarded
     def between_forward_and_backward(self) -> int | None:

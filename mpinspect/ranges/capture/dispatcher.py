@@ -54,6 +54,10 @@ ON_META = (
 )
 
 
+#: How often the script's variables are searched between two forwards without a backward: some loops always have two.
+_MOST_SEARCHES = 4
+
+
 class Dispatcher(Guarded):
     """Passes the events of one model's training to the observers, which ``Capture`` makes."""
 
@@ -103,6 +107,8 @@ class Dispatcher(Guarded):
         self.attached = False
         #: Autograd's task of a backward whose parameter gradients no observer takes.
         self.untaken = NO_BACKWARD
+        #: How often the script's variables were searched between two forwards.
+        self._searches = 0
         #: Whether this step is not observed at all; every hook checks this first.
         self.quiet = False
 
@@ -136,6 +142,8 @@ class Dispatcher(Guarded):
             self.clock.forward_kind = layer.path, tuple((each.shape, each.dtype) for each in outputs)
         if not self.at_work:
             return
+        if not layer.path and not recomputed:
+            self._model_ran()
         if not recomputed and not self._choice.takes(layer.path):
             return
         call = Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch)
@@ -145,6 +153,16 @@ class Dispatcher(Guarded):
         for observer in self._takers:
             observer.called(call)
         self._hooks.await_gradients(call)
+
+    def _model_ran(self) -> None:
+        """Search for a loss that is not finite if the model has run twice without a backward: the loop may have left it out."""
+        self.clock.forwards += 1
+        if self.clock.forwards > 1 and self._searches < _MOST_SEARCHES:
+            self._searches += 1
+            self.search_variables()
+
+    def search_variables(self) -> object:
+        """Search the script's variables for losses that are not finite."""
 
     def _training_forward(self, layer: Layer) -> bool:
         """Report a forward to the step clock; return whether the forward belongs to training."""

@@ -5,6 +5,7 @@ torch's hooks on optimizers, and the methods of torch that we wrap, report the c
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ class Listener(Guarded):
         self.meter = dispatcher.meter
         self._dispatcher = dispatcher
         self._clock, self._waiting = dispatcher.clock, dispatcher.waiting
+        #: The losses that are not finite and have had no backward, as far as they are known.
+        self._left_out: list[weakref.ref[torch.Tensor]] = []
         self._optimizers, self._scale = dispatcher.optimizers, dispatcher.scale
         #: The last step and micro-batch whose backward served another model's optimizer; None without one.
         self._aside: tuple[int, int] | None = None
@@ -100,6 +103,17 @@ class Listener(Guarded):
         if self._clock.in_forward:
             for observer in self._dispatcher.at_work:
                 observer.backward_called(losses)
+
+    @entrance
+    def backward_left_out(self, losses: list[torch.Tensor]) -> None:
+        """Pass losses that are not finite, and have no backward, to the observers if they are this model's."""
+        if not self._clock.in_forward:
+            return
+        known = [reference() for reference in self._left_out]
+        new = [loss for loss in losses if all(loss is not each for each in known) and self._reaches_model([loss])]
+        self._left_out += map(weakref.ref, new)
+        for observer in self._dispatcher.at_work if new else ():
+            observer.backward_left_out(new)
 
     @entrance
     def autocast_made(self, device: Any, enabled: Any) -> None:

@@ -232,6 +232,9 @@ class Observer:
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Handle a call of ``backward`` or ``torch.autograd.backward`` with these losses, before the backward begins."""
 
+    def backward_left_out(self, losses: list[torch.Tensor]) -> None:
+        """Handle losses that are not finite and whose backward the loop has left out."""
+
     def backward_called_on_edges(self, edges: list[GradientEdge]) -> None:
         """Handle a call of ``torch.autograd.backward`` with edges of the graph, as torch 2.15's pipelines make it."""
 

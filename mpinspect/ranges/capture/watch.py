@@ -268,6 +268,10 @@ class Watch(Observer):
             if loss.numel() == 1 and loss.dtype is not torch.float16 and not is_read:
                 self._log_reading(FORWARD, LOSS, "", "", -1, self._clock.micro_batch, loss, None)
 
+    def backward_left_out(self, losses: list[torch.Tensor]) -> None:
+        """Read the losses."""
+        self.loss_scaled(losses, [], self._clock.micro_batch)
+
     def backward_called_on_edges(self, edges: list[GradientEdge]) -> None:
         """Record the outputs where a backward begins."""
         self._log.calls.backward_called((), edges)

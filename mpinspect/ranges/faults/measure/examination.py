@@ -193,6 +193,10 @@ class Examination(Measuring):
         made = [loss.grad_fn for loss in scaled]
         self._products.update(node._sequence_nr() for node in made if node is not None and node not in bare)
 
+    def backward_left_out(self, losses: list[torch.Tensor]) -> None:
+        """Search the graph of the losses."""
+        self.backward_called(losses)
+
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Search the graph of the losses."""
