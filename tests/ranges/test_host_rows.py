@@ -142,7 +142,7 @@ def test_a_gradient_that_cannot_be_counted_does_not_lose_the_others() -> None:
     tally.count_together(waiting)
     assert waiting[1].found is None
     ((reason, keys),) = tally.unread.take_new().items()
-    assert (keys, "memory has been given back" in reason) == ([TensorKey("weight", "weight_gradient")], True)
+    assert (keys, "memory has been freed" in reason) == ([TensorKey("weight", "weight_gradient")], True)
     assert tally.unread.take_new() == {}
     for number in (0, 2):
         assert torch.equal(row_of(waiting[number]), reference.count(gradients[number]))
@@ -169,7 +169,7 @@ def test_counts_are_equal_with_and_without_numba(monkeypatch: pytest.MonkeyPatch
 def test_a_tensor_without_its_memory_raises_an_error() -> None:
     values = torch.randn(10)
     values.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="memory has been given back"):
+    with pytest.raises(ValueError, match="memory has been freed"):
         count_exponents(values)
 
 

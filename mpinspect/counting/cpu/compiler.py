@@ -54,11 +54,11 @@ def start(folder: Path) -> None:
         folder: numba's cache folder, which must exist.
 
     Raises:
-        CanNotStartError: this process is no plain Python interpreter.
+        CanNotStartError: this process is not a plain Python interpreter.
         OSError, subprocess.SubprocessError: the system could not start the process.
     """
     if not sys.executable or getattr(sys, "frozen", False):
-        raise CanNotStartError("this process is no plain Python interpreter, of which a second could be started")
+        raise CanNotStartError("this process is not a plain Python interpreter, so a second one can't be started")
     try:
         lock = lock_of(folder)
     except BlockingIOError:

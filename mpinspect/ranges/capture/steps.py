@@ -123,7 +123,7 @@ class StepClock:
 
     @property
     def kind(self) -> tuple[str, Hashable]:
-        """The module that the last forward began with, and what tells the step's kind beside."""
+        """The module that the last forward began with, and the other properties that distinguish kinds of steps."""
         first, kind = self.forward_kind
         return first, (kind, self.loss_kind)
 
@@ -336,7 +336,13 @@ class Pace:
 
 @dataclass(slots=True)
 class _KindsOf:
-    """Of the steps that begin with one module: their kinds, the last one, its length, and whether a steady one preceded it."""
+    """The kinds of the steps that begin with one module.
+
+    Args:
+        known: all kinds so far.
+        last, steps: the latest kind, and the number of steps in a row that had it.
+        was_steady: whether an earlier kind was steady.
+    """
 
     known: set[Hashable]
     last: Hashable
@@ -397,7 +403,7 @@ class StepChoice:
 
         Args:
             work: a number that grows with each piece of rarer work.
-            first, kind: the module that the step began with, and what tells the step's kind.
+            first, kind: the module that the step began with, and the other properties that distinguish kinds of steps.
         """
         if self._work not in (None, work):
             self._worked = (*self._worked[-1:], step)

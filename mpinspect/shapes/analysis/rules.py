@@ -132,7 +132,7 @@ def _float64(group: Group) -> str:
     return f"{group.products} in {group.where} {group.are} FP64, {where}"
 
 
-#: Beginnings of operators' names that no list of CUDA's autocast holds (ATen/autocast_mode.h).
+#: Prefixes of operators that are in none of CUDA's autocast lists (ATen/autocast_mode.h).
 NOT_AUTOCAST = ("grouped_mm", "scaled_", "int_mm", "sparse_", "weight_int", "mixed_dtypes_linear")
 
 #: By the recording's word: why scaled_dot_product_attention takes its math path, and the fix (torch's

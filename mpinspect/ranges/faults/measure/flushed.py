@@ -37,8 +37,8 @@ from mpinspect.runtime.user_line import innermost_line
 _LEAST_LOST = 0.01
 #: The least share of an operator's non-zero results whose loss is recorded.
 _MOSTLY = 0.5
-#: The least share of the non-zero values whose loss in a cast to FP8 is recorded, and the least share of their sum of
-#: magnitudes: with a scale, the largest values survive.
+#: A cast to FP8 is recorded if it flushes this share of the non-zero values, and this share of the sum of magnitudes. A cast with
+#: a scale flushes less of that sum, since the largest values survive.
 _NEARLY_ALL, _MOST_OF_SUM = 0.9, 0.5
 #: The least share of a tensor's sum of magnitudes, cut off by a clamp to FP8's range, that is recorded.
 _CUT = 0.05
@@ -323,7 +323,7 @@ def _likely_lost(zeros: float, smallest: float, total: float, is_off_grid: float
     """Return the share of the sum of magnitudes that was likely flushed; 1 if only zeros are left."""
     if is_off_grid:
         return 0.0
-    # As many values again lie below the smallest number, half as large: see Visibility.likely_hidden_l1_share.
+    # Assume that below the smallest number lie as many values as at it, half as large: see Visibility.likely_hidden_l1_share.
     hidden = min(zeros, smallest) / 2
     return hidden / (hidden + total) if total else 1.0
 

@@ -42,11 +42,11 @@ _CARRYING = _BOUNDING | CHANGING | {aten.add, aten.sub, aten.clone}
 _UNCHANGED = 0.5
 #: The largest number of elements of a sum that is taken for one of losses or counts.
 _FEW = 64
-#: The least part of a term by which a growing sum is rounded.
+#: The least rounding error of an addition to a growing sum that is recorded, as a part of the term.
 _ROUNDED = 0.25
-#: The distance from its target, relative to itself, at which an average in 16 bits may stay.
+#: An average in 16 bits may stop within this relative distance of its target.
 _NEAR = 2.0**-4
-#: The largest part of an average that lost terms may be: half of it is left in the square root by which Adam divides.
+#: The largest harmless loss, as a part of the average: Adam divides by its square root, which halves the error.
 _HARMLESS = 0.25
 
 _Describe = Callable[..., Any]
@@ -54,7 +54,7 @@ _Both = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Net(NamedTuple):
-    """The change of a kept tensor by several operators, of which the first one decays it.
+    """The change of a kept tensor by several operators; the first one decays it.
 
     Args:
         kept, new: the tensor, and its last result, which may replace it.
@@ -104,7 +104,7 @@ class KeptSums:
         self._moved: set[int] = set()
         #: Changes that left a tensor as it was, by line and storage.
         self._frozen: defaultdict[str, dict[int, FrozenBuffer]] = defaultdict(dict)
-        #: The same, not in place: by the new tensor's storage.
+        #: Changes whose result, a new tensor, equals the old one, by the new tensor's storage.
         self._replacing: dict[int, _Frozen] = {}
         self._growing: list[tuple[StorageReference, GrowingSum]] = []
         #: Storages that this step has changed, neither made nor filled anew.
@@ -135,11 +135,11 @@ class KeptSums:
             self._weighed.add(storage_key(args[0]))
 
     def made(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take tensors as made in this step, by code that is not seen."""
+        """Count tensors as made in this step, by code that is not observed."""
         self._other |= {storage_key(each) for each in tensors if is_plain(each)}
 
     def _follow(self, operator: Any, args: tuple[Any, ...], results: list[torch.Tensor]) -> None:
-        """Follow tensors that were left unchanged into a copy and out of a bound, at which they rightly stay."""
+        """Follow unchanged tensors into copies, and drop those that a bound (a clamp, say) rightly stops."""
         keys = list(map(_key, args[:2]))
         if operator in _BOUNDING_IN_PLACE and _is_at_bound(args[0], args[1:]):
             self._replacing.pop(keys[0], None)

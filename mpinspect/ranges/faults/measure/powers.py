@@ -112,7 +112,7 @@ class PowersOfScale:
                 self._set(parameter.grad, None)
 
     def scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        """Handle that ``scaler.scale(given)`` returned ``scaled``; waits for the GPU."""
+        """Raise the powers of the tensors that ``scaler.scale(given)`` returned as ``scaled``; waits for the GPU."""
         scale = getattr(scaler, "_scale", None)
         if scaled is given or not isinstance(scale, torch.Tensor):
             return

@@ -618,7 +618,7 @@ class SecondComputation:
         )
         for kind, size in worsts:
             records = [each for each in self._found.get(kind, []) if each.names[:2] not in judged]
-            # A large error may be harmless, and a smaller one do all the harm.
+            # Sorted by effect where it is known: a large error may be harmless, and a small one harmful.
             weighed = sorted((each for each in records if self._effects.of(each) is not None), key=self._effects.of)  # type: ignore[arg-type]
             others = sorted(
                 (each for each in records if self._effects.of(each) is None), key=lambda each: getattr(each, size)
