@@ -113,7 +113,7 @@ class BlockCounts:
         """Return how many non-zero elements of counted blocks a recipe rounds to zero, exactly; of tiny blocks there are bounds.
 
         Raises:
-            ValueError: the scale is no power of two by the rule FLOOR or RCEIL, the blocks have another size, or some are cut.
+            ValueError: the scale is not a power of two by the rule FLOOR or RCEIL, the blocks have another size, or some are cut.
         """
         self._require_whole()
         return self._flushed(quantization)
@@ -231,7 +231,7 @@ class BlockCounts:
                 f"a scale in {quantization.scale} by the rule {quantization.rule} is not exact: ask for flushed_bounds"
             )
         if quantization.format.max_significand not in CUTS:
-            raise ValueError(f"{quantization.element} is no format of block recipes: FP8 and FP4 are")
+            raise ValueError(f"{quantization.element} is not a format of block recipes: FP8 and FP4 are")
         self._require_block(quantization)
 
     def _require_whole(self) -> None:

@@ -411,7 +411,7 @@ def test_kinds(name, verdict, kind):
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
-        # "threadblock::" is no namespace of composable_kernel's.
+        # "threadblock::" is not a namespace of composable_kernel's.
         (
             "void cutlass::Kernel<cutlass::gemm::kernel::GemmGrouped<cutlass::gemm::threadblock::MmaTensorOp>>(P)",
             "native",

@@ -236,7 +236,7 @@ def test_values_flushed_before_counting_make_the_need_unknown():
     assert "To find out whether one is needed, run at a loss scale of at least 2^" in page
 
 
-# -- windows that are no evidence ---------------------------------------------------------------------------------------
+# -- windows that are not evidence ---------------------------------------------------------------------------------------
 
 
 def test_no_scale_is_suggested_after_a_divergence():

@@ -186,7 +186,7 @@ def test_row_layouts_are_recognised_by_length() -> None:
 
 
 def test_an_overflow_in_fp16_has_the_smallest_overflowing_peak_at_its_scale() -> None:
-    """The largest remaining finite value is no estimate of the overflowed one."""
+    """The largest remaining finite value is not an estimate of the overflowed one."""
     tally, _, _ = _tally()
     scale = from_number(2.0**20)
     values = torch.tensor([float("inf"), 2.0], dtype=torch.float16)

@@ -203,7 +203,7 @@ def test_a_page_allows_its_own_script_and_no_other() -> None:
     (script,) = re.findall(r'<script type="module">(.*?)</script>', page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'\"" in page
-    # A link that a reader may follow is no request; nothing else has an address.
+    # A link that a reader may follow is not a request; nothing else has an address.
     assert not re.search(r"""src=|@import|url\(|fetch\(|<(?!a )[^>]*href=""", page)
     assert page.count("data-widget=") == 1
     # Where scripts do not run the tables say it.

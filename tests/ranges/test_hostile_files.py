@@ -422,7 +422,7 @@ def test_arguments_in_errors_are_escaped(words: list[str], capsys: pytest.Captur
         ({"findings": [{"id": NAME, "layer": NAME, "size": 3}]}, "1 gone"),
         ({"findings": [{"id": "a", "layer": "", "size": 10**400}]}, "is damaged (findings.size is"),
         ({"findings": [{"id": NAME, "layer": "", "size": NAME}]}, "is damaged (findings.size is"),
-        ({"schema": NAME}, "is no baseline"),
+        ({"schema": NAME}, "is not a baseline"),
         ({"schema_version": NAME}, "of another version"),
         ({"schema_version": [[[[1]]]]}, "of another version"),
         ({"gpu": 3}, "is damaged (gpu is 3, not text)"),

@@ -215,7 +215,7 @@ def test_operators_in_float32_are_not_computed_twice(foreach, monkeypatch):
 
 
 def test_the_closure_belongs_to_the_loop():
-    """A square of the closure's own, which would be flushed in the step, is no operator of the optimizer."""
+    """A square of the closure's own, which would be flushed in the step, is not an operator of the optimizer."""
     flushed = []
 
     class Closing(Stepping):

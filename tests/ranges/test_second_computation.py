@@ -640,7 +640,7 @@ def test_whole_numbers_that_a_cast_changes():
     assert (changed.changed, changed.of, changed.given, changed.exact) == (2.0, 4.0, 8576.0, 8544.0)
     assert changed.text == "bfloat16"
     with Twice() as second:
-        # Small ids are exact, fractions are rounded on purpose, and a mask is no number.
+        # Small ids are exact, fractions are rounded on purpose, and a mask is not a number.
         ids[:2].bfloat16().long()
         (ids.bfloat16() * 1.01).round().long()
         (ids + 0.25).bfloat16().int()

@@ -342,7 +342,7 @@ def _add_subnormal_powers(tops: Any, values: Any, counts: Any) -> None:
 
 @compiled
 def _add_edges(words: Any, listed: Any, places: Any, found: Any, window: Any, row: Any) -> None:
-    """Count a tile's powers of two that are no subnormals, where the adders found some, and with exponents all edges.
+    """Count a tile's powers of two that are not subnormals, where the adders found some, and with exponents all edges.
 
     Args:
         words, places: addresses of the words, and of memory for as many uint32s and a vector.

@@ -159,7 +159,7 @@ def _vector(code: Code, words: Any, numbers: Any, limits: Any, k: int) -> tuple[
 
 
 def _is_power(builder: Any, magnitude: Any) -> Any:
-    """Return which magnitudes have no mantissa: zeros, and powers of two that are no subnormals."""
+    """Return which magnitudes have no mantissa: zeros, and powers of two that are not subnormals."""
     return builder.icmp_unsigned("==", builder.and_(magnitude, constant(Words, layout.MANTISSA)), constant(Words, 0))
 
 

@@ -153,7 +153,7 @@ class RecipeReport(RendersItself):
         return tuple(module for module, shape in self.modules.items() if any(size % recipe.multiple for size in shape))
 
     def uneven(self, recipe: TrainingRecipe) -> dict[str, int]:
-        """Return the tokens of the Linear layers to convert whose wgrad the kernels refuse: no multiple of what they sum over."""
+        """Return, by Linear layer to convert, its number of tokens if the kernels refuse to sum over that many in wgrad."""
         kept = {*self.kept_wide(recipe), *self.not_linear}
         return {
             module: tokens

@@ -59,7 +59,7 @@ class OperandLosses:
         """Measure a layer's input and weight, and return the products that are computed.
 
         Returns:
-            () if the module is no layer, or its output needs no gradient. Waits for the device of a module that is no Linear.
+            () if the module is not a layer, or its output needs no gradient. Waits for the device unless the module is a Linear.
         """
         weight = _weight(module, x, output) if output.requires_grad else None
         if weight is None:
@@ -113,7 +113,7 @@ class OperandLosses:
 
 
 def may_be_layer(module: torch.nn.Module) -> bool:
-    """Return whether a module is a Linear, or has a weight with two dimensions that is no embedding's."""
+    """Return whether a module is a Linear, or has a weight with two dimensions that is not an embedding's."""
     if isinstance(module, torch.nn.Linear):
         return True
     weight = registered(module, "_parameters").get("weight")

@@ -176,7 +176,7 @@ def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
 def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
     """Yield what is wrong in the broken run, B if both are broken, and its change unless the settings that differ are it.
 
-    A warning of both runs is no difference, so it has no change here.
+    A warning of both runs is not a difference, so it has no change here.
 
     Args:
         above: the headline, whose sentences are not repeated.
@@ -229,7 +229,7 @@ def _besides(diff: RangeDiff) -> str:
     words = ""
     if alone := len(diff.only_first) + len(diff.only_second):
         words += f"; {number_of(alone, 'tensor')} in one run alone"
-    # How far the runs went is no setting.
+    # How far the runs went is not a setting.
     names = [change.name for change in diff.settings if change.name != "steps"]
     if diff.differs is None and names:
         words += f"; other settings: {', '.join(names[:3])}{and_more(len(names) - 3)}"

@@ -106,7 +106,7 @@ class Additions:
     def _keeps_sum(
         self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], describe: Callable[..., Any]
     ) -> None:
-        """Judge a result of few elements that may replace a kept sum: it is no tensor of the script's own yet."""
+        """Judge a result of few elements that may replace a kept sum: it is not a tensor of the script's own yet."""
         given = pending.given[0][:2]
         if not any(map(self._kept.keeps, given)) or len(operands := summands(pending, local())) != 2:
             return

@@ -330,7 +330,7 @@ def _likely_lost(zeros: float, smallest: float, total: float, is_off_grid: float
 
 def _lower_end(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return for each tensor its zeros, its elements of FP16's smallest magnitude, the sum of magnitudes in units of that, and
-    whether an element is no multiple of it.
+    whether an element is not a multiple of it.
     """
     rows = []
     for each in tensors:

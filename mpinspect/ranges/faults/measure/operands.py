@@ -53,7 +53,7 @@ class Pending(NamedTuple):
         node: the sequence number of its autograd node; None if it has none.
         old: the 16-bit values that an operator of the forward changes in place, before it does; None for other operators.
         frame: its caller's, once it has run.
-        place: among the operators that a foreach operator stands for; None if it is no foreach operator.
+        place: among the operators that a foreach operator stands for; None if it is not a foreach operator.
     """
 
     func: Any

@@ -299,7 +299,7 @@ class PowersOfScale:
     # -- sums -------------------------------------------------------------------------------------------------------
 
     def _terms(self, name: str, args: tuple[Any, ...]) -> tuple[Power, Power] | None:
-        """Return the powers of a sum's two terms; None if the operator is no sum."""
+        """Return the powers of a sum's two terms; None if the operator is not a sum."""
         if name == "addcdiv":
             return self._term(args[0]), self._result("div", args[1:3])
         if name not in _SUMS:

@@ -629,7 +629,7 @@ _SINGULAR = (ExaminedArgument, ExaminedMask, ExaminedZeroRow)
 def _weights_exploded(case: Case) -> Iterator[Found]:
     """Weights that had exploded before the first infinity.
 
-    False alarms: A norm that grows to 16 times its first value is no fault if the weights begin near zero (LoRA's B, a
+    False alarms: A norm that grows to 16 times its first value is not a fault if the weights begin near zero (LoRA's B, a
     zero-initialised head): it is reported only if something also became infinite or the training diverged. If a scaler skipped
     all such steps, most weights must have grown.
     """

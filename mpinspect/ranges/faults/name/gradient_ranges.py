@@ -177,7 +177,7 @@ class _Fine(Sentences):
 def _weight_gradients_fine(case: Case) -> Iterator[Found]:
     """Weight gradients that need no loss scale, while gradients of activations do.
 
-    False alarms: It is no alarm.
+    False alarms: None: it asks for no change.
     """
     decision = case.advised.decision
     if decision is None:

@@ -128,7 +128,7 @@ def _initial_scale_too_high(case: Case) -> Iterator[Found]:
     powers = round(log2_of(first) - log2_of(settled)) + overflows_again
     skipped, advice = len(opening), case.advised.advice
     is_settled = skipped < steps
-    # Where no one scale serves every layer, a scale without overflow is no remedy.
+    # Where no one scale serves every layer, a scale without overflow is not a remedy.
     is_grave = skipped >= _FEWEST_STEPS and skipped > _SEARCH_TOLERANCE * steps and not _serves_none(case)
     needed = (advice.needed and advice.recommended) or 2.0**LOG2_INITIAL
     start = min(settled / 2**overflows_again, advice.highest or settled, needed)

@@ -207,7 +207,7 @@ def _are_all_lost(lost: _LostInFormat, case: Case) -> bool:
 def _by_format(case: Case) -> Iterator[_LostInFormat]:
     """Yield the lost updates by storage format, except where the optimizer rounds stochastically or compensates."""
     by_format: dict[str, dict[str, LostUpdates]] = {}
-    # An update that is made of rounding noise is no loss.
+    # An update that is made of rounding noise is not a loss.
     noise = {layer.name for layer in case.layers if layer.rounding_noise}
     updates = {key.name: window.lost_updates for key, window in case.totals.items() if key.kind == UPDATE}
     for name, of_formats in updates.items():

@@ -168,7 +168,7 @@ def _never_fired(case: Case) -> Iterator[Found]:
     """Trainable parameters without any gradient, in a run that trained others and whose optimizer is unknown.
 
     The diagnosis "gradients-missing" reports those that a known optimizer holds. Modules that were not called and activations
-    without gradients are no fault: coverage lists them.
+    without gradients are not a fault: coverage lists them.
 
     False alarms: It is information, since the parameters may be meant for a later phase.
     """
