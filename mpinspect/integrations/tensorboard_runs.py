@@ -281,7 +281,7 @@ def _read(run: Found) -> dict[str, Any]:
         whole = run_of_model(run.path, part) if run.has_beside else RunReport("", "", (part,))
         return _shown(whole, whole.parts.index(part))
     except NotOneModelError as error:
-        return {"error": printable(f"The ranks can't be added up ({error}): look at each by itself.")}
+        return {"error": printable(f"The ranks can't be added up ({error}): open each rank by itself.")}
     except (SessionError, OSError) as error:
         return {"error": printable(str(error))}
     except Exception as error:

@@ -564,7 +564,7 @@ class Session:
         return None if self._skips_at(history[-1]) else history[-1].scale
 
     def _skips_at(self, last: ScaleChange) -> set[int]:
-        """Return the steps that were skipped at the last known loss scale, after each of which a scaler lowers it."""
+        """Return the steps that were skipped at the last known loss scale; after each a scaler lowers it."""
         return {
             event.step
             for event in self.events

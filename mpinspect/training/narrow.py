@@ -182,7 +182,7 @@ def _check_sizes(layers: dict[str, nn.Linear], precision: Precision) -> None:
 
 
 def _import_torchao(precision: Precision) -> None:
-    """Import what converts to this precision, with its warnings as one."""
+    """Import the modules of torchao that convert to this precision; their warnings are shown as one."""
     try:
         found = version("torchao")
     except PackageNotFoundError:

@@ -216,8 +216,13 @@ def _edge_key(builder: Any, below: Any) -> Any:
 
 
 class _Way(NamedTuple):
-    """How vectors are added to planes: whether their class is a higher one; whether exponents are added, too; or both not, and
-    single values are not looked at."""
+    """How vectors are added to planes.
+
+    Args:
+        higher: whether the vectors' class is a higher one.
+        exponents: whether exponents are added, too.
+        plain: neither, and single values are not examined.
+    """
 
     higher: bool = False
     exponents: bool = False

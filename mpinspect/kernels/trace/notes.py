@@ -56,8 +56,8 @@ def _of_kernels(
         yield "The operators have no shapes: profile with record_shapes=True to learn why a kernel is slow."
     if wrong_ids:
         yield (
-            "The kernels' External id equals their correlation, as some versions of torch write it. It identifies no operator, and "
-            "is not used."
+            "The kernels' External id equals their correlation, as some versions of torch write it. It identifies no operator, "
+            "so it is not used."
         )
     if launches.ambiguous:
         yield (

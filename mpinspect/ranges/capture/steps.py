@@ -23,10 +23,9 @@ _MOST_MICRO_BATCHES = 256
 _FEWEST_OF_STOPPED, _MANY_TIMES = 12, 4
 
 
-#: Up to this many calls of a module in one forward are all observed. Of more calls, this many to twice as many are, evenly
-#: spread.
+#: Up to this many calls of a module in one forward are all observed; beyond, this many to twice as many, evenly spread.
 _ALL_CALLS = 32
-#: Calls of an optimizer's closure in one step that are observed.
+#: Maximum number of observed calls of an optimizer's closure in one step.
 MOST_CLOSURES = 4
 
 #: The most further steps that are computed twice after an infinity or NaN, until one of them has an infinity or NaN again.
@@ -35,7 +34,7 @@ AFTER_EVENTS = 8
 AT_ONCE = 5
 #: The most steps that are computed twice for their rarer work.
 WITH_RARER_WORK = 2
-#: The most steps that are computed twice because steps became of another kind, and the most kinds that are told apart.
+#: Maximum number of steps that are computed twice because they are of a new kind, and of kinds that are distinguished.
 OF_NEW_KIND, _MOST_KINDS = 2, 64
 #: How many steps of one kind must have passed before, and how many of the new one.
 _STEADY, _SETTLED = 4, 2
@@ -96,7 +95,7 @@ class StepClock:
         self.skipped_steps = 0
         #: Calls of the model's modules without gradients.
         self.calls_without_gradient = 0
-        #: Of the last forward: the module called first, and the shapes and dtypes of its outputs.
+        #: The first module called in the last forward, and the shapes and dtypes of the forward's outputs.
         self.forward_kind: tuple[str, Hashable] = ("", None)
         #: The names of the losses' last operations.
         self.loss_kind: Hashable = None
@@ -351,9 +350,9 @@ class _KindsOf:
 
 
 class Kinds:
-    """Notices steps that have become of another kind: longer sequences, another loss or precision, as in a new phase.
+    """Detects steps of a new kind, as in a new phase of training: longer sequences, another loss or precision.
 
-    Batches whose length always changes are of no steady kind, and the smaller batch that ends an epoch has no second one.
+    A kind counts only if it stays: batches of ever new lengths never do, nor does the smaller batch that ends an epoch.
     """
 
     def __init__(self) -> None:
@@ -440,7 +439,7 @@ class StepChoice:
         return self._has_come(step) or self._has_rarer_work(step) or self._is_of_new_kind
 
     def _has_rarer_work(self, step: int) -> bool:
-        """Return whether a step comes as long after the last one with rarer work as that one came after the one before."""
+        """Return whether a step is the next one with rarer work, if the interval of the last two such steps repeats."""
         if not self._left_with_rarer_work or len(self._worked) < 2:
             return False
         before, last = self._worked

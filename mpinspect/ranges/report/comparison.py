@@ -174,7 +174,7 @@ def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
 
 
 def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
-    """Yield what is wrong in the broken run, B if both are broken, and its change unless the settings that differ are it.
+    """Yield the fault of the broken run (B if both are broken), and its change, unless the settings that differ are the change.
 
     A warning of both runs is not a difference, so it has no change here.
 

@@ -35,7 +35,7 @@ class Culprit(NamedTuple):
         marked: names of the tensors of that kind that are the culprit's own.
         near: if there are none, names of those that are part of it, or of the nearest one.
         name: of a row of its own; "" without a culprit, and if ``marked`` has rows.
-        said: what happened there, in a few words.
+        said: the event there, in a few words.
         at: the line of the script and the operator; "" where the ranges show the fault.
         phase: "forward" or "backward", if ``at`` is known.
         step: the step in which it began; None if it belongs to no step.

@@ -130,7 +130,7 @@ class Broken:
         return replace(record, names=(operator, line, *record.names[2:]))
 
     def records(self) -> list[Record]:
-        """Return the first operator that broke, and those that break alike on further lines."""
+        """Return the first operator that broke, and the same operator where it broke on further lines."""
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._alike.sort(key=lambda each: not each.from_finite)
         self._makers.clear()

@@ -87,7 +87,7 @@ class DividedGradients:
     def multiplied(
         self, name: str, given: Sequence[Any], before: torch.Tensor | None, after: torch.Tensor, frame: FrameType
     ) -> None:
-        """Count what a product outside of a backward leaves of a gradient. Waits for the device.
+        """Count the elements of a gradient that a product outside of a backward flushes. Waits for the device.
 
         Args:
             name: "mul" or "div".
@@ -244,8 +244,9 @@ class AskedGradients(Measuring):
 
 
 class FlushedStates(Measuring):
-    """Counts the zeros in an optimizer's FP16 states without negative elements, such as averages of squared gradients; and
-    before a step, in states with a wider range, the averages of squares that are zero beside averages that are not.
+    """Counts flushed elements of an optimizer's states: zeros in non-negative FP16 states, such as averages of squared gradients.
+
+    Before a step it also counts, in states with a wider range, the zero averages of squares whose average is not zero.
     """
 
     @torch.no_grad()
@@ -300,8 +301,8 @@ def _are_wide(*states: Any) -> bool:
 
 
 def _lost_squares(mean: torch.Tensor, squares: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return how many averages of squares are zero beside an average whose square FP32 holds, the number of such averages, and
-    the largest of those beside a zero, divided by epsilon.
+    """Return, for averages whose square FP32 holds: the number of zero averages of squares, the number of all, and the largest
+    average with a zero, divided by epsilon.
     """
     sizes = mean.float().abs()
     held = sizes >= _LEAST_HELD

@@ -193,7 +193,7 @@ class KeptSums:
             return
         if record := self._unchanged(value, before, change, key, describe):
             known = self._frozen[record.names[1]].get(key)
-            # Of several operators at a line, such as `mul_` and `add_`, the last one decides.
+            # If a line has several operators, such as `mul_` and `add_`, the last one decides.
             times = known.times if known and known.names == record.names else 0
             self._frozen[record.names[1]][key] = replace(record, times=times + 1)
         elif key not in self._weighed:
@@ -302,7 +302,7 @@ class KeptSums:
     def records(self) -> list[Record]:
         """Return the tensors that their changes leave as they were, and the sums that will stop growing."""
         for each in self._replacing.values():
-            # A result of the step alone is gone by its end, and a constant is still there.
+            # By the step's end a temporary result has been freed; a constant still exists.
             if each.kept.expired() and not each.new.expired():
                 self._frozen[each.record.names[1]][each.kept.key] = each.record
         # Several tensors are frozen at one line, and a buffer at each line that changes it.
@@ -317,12 +317,12 @@ class KeptSums:
 
 
 def arrives(operator: Any, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
-    """Return whether an interpolation is fast enough to stay, once its steps are rounded away, near its target only."""
+    """Return whether an interpolation is fast enough to be near its target when rounding stops it."""
     return operator in (aten.lerp, aten.lerp_) and isinstance(args[2], (int, float)) and _follows(args[2], dtype)
 
 
 def _follows(rate: float, dtype: torch.dtype, near: float = _NEAR) -> bool:
-    """Return whether an average that takes this part of its target in each step comes near it in spite of rounding."""
+    """Return whether an average that adds this part of its target in each step approaches it in spite of rounding."""
     return torch.finfo(dtype).eps / 2 <= near * rate
 
 

@@ -134,7 +134,7 @@ def _written(func: Any) -> list[tuple[int, str]]:
 def mapped(
     function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an operator's arguments, each replaced by what a function returns for it, those of its lists too."""
+    """Return an operator's arguments, and the elements of its lists, each replaced by a function's result for it."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, (list, tuple)):

@@ -177,7 +177,7 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
 
 
 def _others(further: int, case: Case) -> _Batch | None:
-    """Return the sentence on the other steps, of which so many had such an input; None if some of them are not known."""
+    """Return the sentence on the further steps with such an input, ``further`` of them; None if their number is not known."""
     is_known = case.session.info.watch and case.progress.watched_steps is None
     is_alone = is_known and len({event.step for event in case.events}) == 1
     return _Batch.ALSO.when(further) or _Batch.ALONE.when(is_alone)
@@ -260,7 +260,7 @@ def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
     """A softmax or an attention in which a mask hides every element of a row.
 
     False alarms: A softmax is reported only if the autograd graph shows a mask just before it; scores that are -inf for
-    another reason are not reported, nor any if a step computed twice shows an infinity of rounding in the same module.
+    another reason are not reported. A module whose rounding overflowed in a step computed twice is left out.
     """
     for measured in case.recorded(ExaminedMask):
         if _is_infinity_of_rounding(case, measured):
@@ -313,8 +313,8 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
     """A row of zeros divided by its own maximum or norm.
 
     False alarms: A module without trained parameters has no graph: rows of zeros that become NaN there are taken for a
-    division, and the finding is inferred. So it is of a linear layer or convolution whose weight is zero and whose output is the
-    first NaN.
+    division, and the finding is inferred. It is inferred, too, for a linear layer or convolution with a weight of zeros whose
+    output is the first NaN.
     """
     for measured in case.recorded(ExaminedZeroRow):
         words, is_inferred = {"places": bracketed(_rows(measured))}, bool(measured.name)
@@ -502,7 +502,7 @@ def _is_origin_known(case: Case) -> bool:
     return any(record.names[2] == "forward" for record in broken)
 
 
-#: The most lines of which one is said to have the operation.
+#: A sentence lists at most this many lines, one of them with the operation.
 _FEW_LINES = 3
 #: Words of an operation's description, by the name of the operator that a second computation records.
 _DESCRIBED = {

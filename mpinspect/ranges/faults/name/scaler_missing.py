@@ -111,7 +111,7 @@ def _scaler_missing(case: Case) -> Iterator[Found]:
     """An FP16 run in which no scaled loss was seen, or whose scaler is disabled.
 
     False alarms: A loop that scales by hand looks the same until the inspector is given the scale. If all gradients reach the
-    optimizer or its masters divided by one factor, the finding is information.
+    optimizer or its masters divided by one factor, the severity is info.
     """
     if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
         return
