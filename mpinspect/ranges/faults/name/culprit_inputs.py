@@ -593,13 +593,12 @@ class _Weights(Sentences):
     BROKE_THE_BACKWARD = "In step {before} the backward was no longer finite."
     RAISED_THE_LOSS = "The loss had grown to {loss_ratio:.3g} times the first one."
     MOVED_FAR = (
-        "In each step its elements moved by {moved:,.0f} times the learning rate, where those of {optimizer} should move by "
-        "about 1: it divides by an average of squared gradients that is too small, as where 8 bits or FP16 round the small ones "
-        "to zero."
+        "In each step its elements moved by {moved:,.0f} times the learning rate; {optimizer} should move them by about once "
+        "that. It divides by an average of squared gradients that is too small: 8 bits and FP16 round small ones to zero."
     )
     WIDE_SQUARES = (
-        "Keep the optimizer's average of squared gradients in FP32, or in 8 bits its square root, rounded up: it may not become "
-        "zero where a gradient is not. If the weights still explode, lower the learning rate."
+        "Keep the optimizer's average of squared gradients in FP32, or in 8 bits its square root, rounded up: it must not be "
+        "zero where the gradient is not. If the weights still explode, lower the learning rate."
     )
     ROOT = (
         "# v in FP32; or its root in 8 bits\n"

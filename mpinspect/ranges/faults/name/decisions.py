@@ -35,7 +35,7 @@ class _Choices(Sentences):
         "{of:.0f}, such as {given:.0f} in place of {exact:.0f}. They are used as indices or weights."
     )
     OTHER_MASK = (
-        "In step {step}, in {place}, {choice} decides otherwise of numbers in {dtype:format} than in FP32, in {changed:.0f} of "
+        "In step {step}, in {place}, {choice} of numbers in {dtype:format} has another result than in FP32 in {changed:.0f} of "
         "{of:.0f} elements. The result is used as a mask."
     )
     NO_FRACTION = (

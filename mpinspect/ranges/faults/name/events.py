@@ -97,15 +97,17 @@ def _steps(count: int, first: int) -> str:
 
 class _Left(Sentences):
     HELD = "When the run ended {tensor!r} held {a_value}; {explanation}."
-    WATCH_OFF = "In which step that began is not known: the watch was off."
+    WATCH_OFF = "The step in which that began is not known: the watch was off."
     WATCH_LIMITED = (
-        "In which step that began is not known: the watch checked {watched} of {steps} steps, since its time "
-        "was limited."
+        "The step in which that began is not known: the watch checked {watched} of {steps} steps, since its time was "
+        "limited."
     )
-    ALL_FINITE = "In which step that began is not known: every value that the watch read in the steps taken was finite."
+    ALL_FINITE = (
+        "The step in which that began is not known: every value that the watch read in the steps taken was finite."
+    )
     ALL_FINITE_BUT_HARMLESS = (
-        "In which step that began is not known: every value that the watch read in the steps taken was finite, but in step "
-        "{harmless_step}, where {harmless}."
+        "The step in which that began is not known: every value that the watch read in the steps taken was finite, except in "
+        "step {harmless_step}, where {harmless}."
     )
     RUN_AGAIN = (
         "Run it again with the watch at every step (watch=True without max_overhead, or mpinspect run --max-overhead none): it "

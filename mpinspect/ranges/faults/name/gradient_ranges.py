@@ -200,11 +200,11 @@ def _weight_gradients_fine(case: Case) -> Iterator[Found]:
 
 class _Before(Sentences):
     FLUSHED = (
-        "Of {tensor} up to {already_flushed_fraction_high:percent} were flushed before they could be counted, being no larger "
+        "Up to {already_flushed_fraction_high:percent} of {tensor} were flushed before they could be counted, being no larger "
         "than 2^{floor_exponent}."
     )
-    SOME_WERE_VALUES = "The counts crowd just above that, so some of the zeros were values."
-    UNKNOWN = "Some zeros may be flushed values; their number is not known."
+    SOME_WERE_VALUES = "The counts crowd just above that, so some of the zeros are flushed values."
+    UNKNOWN = "How many of the zeros are flushed values is not known."
     TAKE_OR_SCALE = "Take the gradients of a few batches in FP32 to see them, or scale the loss."
     TAKE = "Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them."
     TAKE_OR_RUN_AT = (

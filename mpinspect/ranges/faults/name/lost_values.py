@@ -82,7 +82,7 @@ class _Absorbed(Sentences):
     )
     SUM_STOPS = (
         "In step {step}, in {place}, {times:.0f} additions in {dtype:format} to one sum lose {error:percent} of their terms: "
-        "each leaves {unchanged:percent} of the elements as they were, whose terms are below half a unit in their last place."
+        "each leaves {unchanged:percent} of the elements unchanged, since the terms are below half a unit in the last place."
     )
     SUM_IN_FP32 = "Keep the running sum in FP32, and add FP32 terms to it."
     ZERO_IN_FP32 = "# once\ntotal = total.float()\n# in the loop\ntotal = total + term.float()"
@@ -146,7 +146,8 @@ class _Kept(Sentences):
     STATE = 'state["{buffer}"] = torch.zeros_like(\n    parameter, dtype=torch.float32\n)'
     BUFFER_IN_FP32 = (
         "Keep this buffer in FP32, and add FP32 terms to it. A cast of the model (.to(dtype), Lightning's bf16-true) casts its "
-        "buffers too, whatever dtype they were registered in: cast this one back afterwards. A number may be one of Python's."
+        "buffers too, whatever dtype they were registered in: cast this one back afterwards. A single number can be a "
+        "Python float."
     )
     IN_FP32 = "Keep this tensor in FP32, and add FP32 terms to it."
     SCALED_IN_FP32 = "Keep this tensor in FP32, or a schedule's number as a Python float."
@@ -236,7 +237,7 @@ class _Flush(Sentences):
         "exact values are up to {largest:.2g}; FP16 flushes magnitudes of 3e-8 and below."
     )
     TAKEN = "A tensor that persists from step to step takes them."
-    OF_LOGARITHM = "A logarithm takes them, whose result depends on the magnitudes of small values."
+    OF_LOGARITHM = "A logarithm takes them: its result depends on the magnitudes of small values."
     CAST = (
         "In step {step}, in {place}, a cast to {dtype:format} flushes {flushed:percent} of {count:count non-zero value} to zero. "
         "They are up to {largest:.2g}; {dtype:format} flushes magnitudes of 2^{edge} and below."
@@ -343,12 +344,12 @@ class _Left(Sentences):
         "leaves mostly that error: its {inputs} off by {before:percent}, its result is off by {off}."
     )
     ERROR_IS_RAISED = (
-        "In step {measured}, in {place}, {operator} makes an error {times:.0f} times as large: its {inputs} off by "
+        "In step {measured}, in {place}, {operator} multiplies an error by {times:.0f}: its {inputs} off by "
         "{before:percent}, its result is off by {off}."
     )
     RAISES_EARLIER = (
         "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
-        "makes that error {times:.0f} times as large: its {inputs} off by {before:percent}, its result is off by {off}."
+        "multiplies that error by {times:.0f}: its {inputs} off by {before:percent}, its result is off by {off}."
     )
     LARGE_NUMBERS = (
         "In step {step}, in {place}, numbers up to {largest:.4g} in {dtype:format} are subtracted from each other, where "

@@ -64,7 +64,7 @@ def never_decays(dtype: str, kept: float) -> bool:
 class _Since(Sentences):
     CONVERTED = (
         "Until step {last_before} an optimizer stepped {count:.0f} of the weights in {before:format}: code before step {since} "
-        "converted the model in place, as .bfloat16(), .half() and .to(dtype) do, and an evaluation in 16 bits, such as "
+        "converted the model in place. .bfloat16(), .half() and .to(dtype) do so, and evaluations in 16 bits, such as "
         "bf16_full_eval of the Transformers' Trainer."
     )
 
@@ -292,14 +292,14 @@ def moments_cannot_decay(case: Case) -> Iterator[Found]:
 class _Flushed(Sentences):
     SQUARES = (
         "In step {step}{again} {flushed:percent} of the elements of {optimizer}'s state {state!r} were zero in FP16, where the "
-        "gradient was not. It has no negative elements, as averages of squared gradients have none: FP16 flushes a square's "
-        "share below 3e-8, and the step is divided by eps alone."
+        "gradient was not. It has no negative elements, like an average of squared gradients: FP16 flushes a square's share "
+        "below 3e-8, and the step is divided by eps alone."
     )
     EXPLODED = "The weights grew to {ratio:.2g} times their norm at the start."
     FP32_STATE = "Let {optimizer} keep {state} in FP32."
     WAS_NARROW = (
         "Before the update of step {step}{again} {flushed:percent} of the elements of exp_avg_sq, an average of squared "
-        "gradients, were zero where exp_avg was not, which FP32 does not make: the states had passed through FP16, as in a "
+        "gradients, were zero where exp_avg was not. FP32 makes no such zeros: the states had passed through FP16, as in a "
         "checkpoint. The update divides by eps alone there: it is up to {largest:.2g} times the learning rate."
     )
     SAVE_WIDE = (

@@ -46,9 +46,9 @@ class _Unscale(Sentences):
         "that scale."
     )
     PARTLY = (
-        "In step {step}{again} all gradients were clipped together, those of {modules} while they were still multiplied by the "
-        "loss scale{of_scale} and the others unscaled: the norm is almost that of the scaled ones, and the factor of "
-        "{factor:.2g} is far too small for the others."
+        "In step {step}{again} all gradients were clipped together: those of {modules} were still multiplied by the loss "
+        "scale{of_scale}, the others were unscaled. The norm is almost that of the scaled ones, and the factor of {factor:.2g} "
+        "is far too small for the others."
     )
     STEPPED = (
         "In step {step} the optimizer stepped with gradients that were still multiplied by the loss scale{of_scale}: "
@@ -56,8 +56,8 @@ class _Unscale(Sentences):
     )
     DIVIDED_EARLY = (
         "In step {step}{again} the optimizer stepped with gradients that were still multiplied by the loss scale{of_scale}: "
-        "scaler.unscale_() was called before the last micro-batch's backward, and scaler.step() divides once. The micro-batches "
-        "before that call count for nothing beside the later ones."
+        "scaler.unscale_() was called before the last micro-batch's backward, and scaler.step() divides once. Compared with the "
+        "later micro-batches, those before that call count for nothing."
     )
     UNSCALE_FIRST = "Unscale before clipping or reading gradients."
     UNSCALE_ALL = "Unscale the gradients of every optimizer before clipping them together."
