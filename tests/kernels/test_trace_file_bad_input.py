@@ -356,7 +356,7 @@ def test_torchs_own_trace_of_another_accelerator_is_named(tmp_path, category, ac
     assert report.ranks[0].operators == 1
 
 
-def test_a_name_of_a_torch_trace_is_no_mark_of_another_profiler(tmp_path):
+def test_a_name_of_a_torch_trace_is_not_a_mark_of_another_profiler(tmp_path):
     """Only traces without GPU kernels are examined: a torch trace may name jax or TensorFlow anywhere."""
     events = [kernel("jax_jit_fusion"), process("/device:GPU:0"), thread("TensorFlow Ops")]
     assert len(read_trace_file(written(tmp_path, json.dumps({"traceEvents": events}))).kernels) == 1

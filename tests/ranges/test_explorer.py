@@ -417,7 +417,7 @@ def test_the_step_slider_and_its_keys(browser: Any, tmp_path: Path) -> None:
     assert page.troubles == []
 
 
-def test_the_curves_and_what_happened(browser: Any, tmp_path: Path) -> None:
+def test_the_curves_and_the_events(browser: Any, tmp_path: Path) -> None:
     session = eventful()
     report = analyse(session)
     page = opened(browser, report.save(tmp_path / "a.html"), "#kind=activation_gradient")

@@ -240,7 +240,7 @@ def test_a_gradient_that_cannot_be_counted_in_a_training_does_not_lose_the_other
     assert samples == {"0.weight": 8, "0.bias": 8, "2.weight": 4, "2.bias": 8}
 
 
-def test_gradients_whose_counting_was_interrupted_are_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_whose_counting_was_interrupted_are_not_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C leaves rows with the counts of another step."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

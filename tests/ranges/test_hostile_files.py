@@ -359,7 +359,9 @@ def test_names_from_files_are_escaped_on_terminals_and_in_markdown(
     assert STEERING in json.dumps(json.loads(document), ensure_ascii=False).replace("\\", "") or "\\u001b" in document
 
 
-def test_names_from_files_are_no_escape_sequences_on_a_colour_terminal(run_directory: Path, trace: Path) -> None:
+def test_escape_sequences_in_names_from_files_are_not_sent_to_a_colour_terminal(
+    run_directory: Path, trace: Path
+) -> None:
     import io
     import re
 

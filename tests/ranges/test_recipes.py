@@ -459,7 +459,9 @@ def test_a_mode_of_the_loop_does_not_see_how_experts_are_measured() -> None:
     assert numbers[0] == numbers[1]
 
 
-def test_an_error_while_experts_are_measured_is_noted_and_the_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_experts_are_measured_is_noted_and_the_training_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(OperandLosses, "multiplied", lambda *_: 1 / 0)
     model = _Experts("loop")
     notes = " ".join(_run(model, torch.randn(96, 64), _CALLS["plain"]).session().notes)
@@ -639,7 +641,7 @@ def test_the_least_even_number_is_a_multiple_of_a_power_of_two_only_if_all_are(n
     assert (least_even(0, *numbers), least_even()) == (least, 0)
 
 
-def test_normally_distributed_values_lose_what_the_report_states() -> None:
+def test_normally_distributed_values_lose_the_reported_share() -> None:
     values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
     for name, said in NORMAL.items():
         found = [

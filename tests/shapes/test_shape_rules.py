@@ -54,7 +54,7 @@ def test_the_talks_linear_layer_satisfies_both_rules():
         (attention(60, 512), False),
     ],
 )
-def test_which_products_keep_the_talks_rule(product, kept):
+def test_which_products_obey_the_talks_rule(product, kept):
     assert judge(product, named("volta") if product.dtype == "float32" else HOPPER).multiples_of_8 is kept
 
 

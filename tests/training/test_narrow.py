@@ -218,7 +218,7 @@ def test_rows_that_kernels_refuse_are_named_where_a_weight_gradient_is_needed():
 
 
 @pytest.mark.usefixtures("stubbed")
-def test_a_layer_that_is_given_again_is_refused():
+def test_a_layer_that_is_converted_already_is_refused():
     mp = made("fp8-rowwise")
     with pytest.raises(ValueError, match=r"'blocks\.0' is converted by torchao already"):
         made("fp8-rowwise", model=mp.model)
