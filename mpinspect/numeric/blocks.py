@@ -26,7 +26,7 @@ LOWEST_EXPONENT = -112
 _CLASSES = ((1.0, 1.5), (1.5, 1.75), (1.75, 2.0))
 #: Generous bound of the rounding errors of a scale and a product in FP32.
 _FLOAT32_ERROR = 2.0**-20
-#: The largest magnitudes that are no infinities.
+#: The largest finite magnitudes.
 _HIGHEST_EXPONENT = 127
 #: NVFP4's scale of a block before it is rounded to E4M3, in units of E4M3's smallest subnormal 2^-9: limits, and the least and
 #: greatest ratio to the rounded scale between each limit and the one before. Up to a half the scale becomes zero, and the block

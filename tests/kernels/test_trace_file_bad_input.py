@@ -130,7 +130,7 @@ def test_damaged_gzip_gives_the_events_before_the_damage(tmp_path):
     assert read.operators > 0
     assert "cut short or damaged: its gzip data are" in read.notes[0]
     # The note covers only the part that could be read.
-    assert "What could be read has no GPU kernels" in read.notes[1]
+    assert "The readable part has no GPU kernels" in read.notes[1]
 
 
 def test_a_wrong_checksum_is_noted(tmp_path):

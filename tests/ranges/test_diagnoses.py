@@ -572,7 +572,7 @@ def mask_given_to_blocks(broken):
 
 
 def infinity_beside_a_mask(broken):
-    """Put -inf into the features; a layer that takes only features shows that they are no mask."""
+    """Put -inf into the features; a layer that takes only features shows that they are not a mask."""
     model = MaskedBlocks()
 
     def loss_of(model, x, y, step):

@@ -1,4 +1,4 @@
-"""The map of the page: what its script works out is what Python does, and a browser shows it."""
+"""The map of the page: its script computes the same figures as Python, and a browser shows them."""
 
 import base64
 import gzip
@@ -45,7 +45,7 @@ SCALES = (-130, -24, -9, -8, -1, 0, 1, 7, 12, 13, 16, 24, 31, 40, 150)
 
 
 def in_node(driver: str, given: Any) -> Any:
-    """Run the script's functions under Node; what the driver returns as JSON."""
+    """Run the script's functions under Node; return the driver's result, decoded from JSON."""
     if NODE is None:
         pytest.skip("needs Node.js, which is not installed")
     # An argument's length is limited.
@@ -563,7 +563,7 @@ def test_of_several_models_one_map_has_a_switch(browser: Any, tmp_path: Path) ->
     page.locator(".explorer input[type=range]").first.fill("12")
     page.select_option("[data-widget] select >> nth=0", label="<b>Critic")
     page.wait_for_selector("tr[data-name='שכבה.1.weight']")
-    # What was chosen in one model holds for the other, and the address leads to this one.
+    # The choices made for one model apply to the other too, and the address leads to the current one.
     session = by_name["<b>Critic"]
     assert shown(page)["שכבה.1.weight"] == expected(session, "weight_gradient", "שכבה.1.weight", "float16", 12)
     address = page.evaluate("location.hash")
@@ -591,7 +591,7 @@ def test_the_maps_of_all_models_move_together(browser: Any, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def axe() -> str:
-    """The source of axe-core, which checks a page for what keeps people from reading it."""
+    """The source of axe-core, which checks the accessibility of a page."""
     found = next((path for place in NODE_PLACES if (path := place / "axe-core" / "axe.min.js").is_file()), None)
     if found is None:
         pytest.skip("needs axe-core: make .venv/.js")

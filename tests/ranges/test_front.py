@@ -1,4 +1,4 @@
-"""The first screen of a page: what it says without scripts, and what a browser shows of it."""
+"""The first screen of a page: its text without scripts, and its rendering in a browser."""
 
 import html as markup
 import re

@@ -1,4 +1,4 @@
-"""The second computation of a step: twins are what torch computes in FP32, and the run's own bits stay."""
+"""The second computation of a step: twins equal torch's results in FP32, and the run's own bits are unchanged."""
 
 import copy
 import math
@@ -461,7 +461,7 @@ def test_a_difference_leads_to_the_addition_that_made_its_operands_equal():
         wide.flatten() - (target + 20030)
     (cancelled,) = records(second, AmplifiedError)
     assert cancelled.names[0] == "sub"
-    # The weight's name, of which there is none, follows the phase.
+    # The last name is the weight's, which does not exist here; it follows the phase.
     assert before(cancelled) == ("add", "bfloat16", 2)
 
 

@@ -1,4 +1,4 @@
-"""What delayed scaling would have clipped, from the maxima of sampled steps, against a simulation step by step."""
+"""The share that delayed scaling would have clipped, from the maxima of sampled steps, against a simulation of each step."""
 
 from dataclasses import replace
 

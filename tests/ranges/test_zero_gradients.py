@@ -248,7 +248,7 @@ def test_the_micro_batches_of_a_first_step_are_one_step():
 
 
 class Routed(nn.Module):
-    """Experts of which some get no sample, or a weight of zero."""
+    """Experts; some get no sample, or a weight of zero."""
 
     def __init__(self, used: int, dense: bool):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a script computes in 16 bits before its first step is computed twice, under ``mpinspect run``."""
+"""A script's 16-bit operators before its first step are computed twice under ``mpinspect run``."""
 
 import pytest
 import torch

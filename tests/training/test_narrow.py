@@ -1,4 +1,4 @@
-"""The FP8 precisions: what torchao converts, what it is refused, and that the three train."""
+"""The FP8 precisions: the layers that torchao converts, the models that are refused, and training in all three."""
 
 import copy
 import importlib

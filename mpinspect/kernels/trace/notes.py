@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpinspect.kernels.trace.recording import Recording
 
 _NOT_THAT_FAR = (
-    "What could be read has no GPU kernels: the profiler writes most of them after the operators, so they are lost."
+    "The readable part has no GPU kernels: the profiler writes most of them after the operators, so they are lost."
 )
 
 

@@ -32,7 +32,7 @@ MOST_CLOSURES = 4
 AFTER_EVENTS = 8
 #: The most of them after the first infinity or NaN; each further step that has one leads to one more.
 AT_ONCE = 5
-#: The most steps that are computed twice for their rarer work.
+#: The most steps that are computed twice for their rarer work: forwards without gradients, writes to buffers and frozen weights.
 WITH_RARER_WORK = 2
 #: Maximum number of steps that are computed twice because they are of a new kind, and of kinds that are distinguished.
 OF_NEW_KIND, _MOST_KINDS = 2, 64
@@ -374,7 +374,7 @@ class Kinds:
 
 class StepChoice:
     """Chooses the steps that are computed twice: given ones, some after an infinity or NaN that no loss scale explains, some
-    that do rarer work, such as a validation, if it comes in regular steps, and some after the steps became of another kind.
+    that do rarer work, such as a validation, if it recurs at a regular interval, and some after a new kind of steps began.
 
     Args:
         steps: numbers of steps after which the next one is chosen.

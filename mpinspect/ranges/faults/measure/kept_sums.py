@@ -327,7 +327,7 @@ def _follows(rate: float, dtype: torch.dtype, near: float = _NEAR) -> bool:
 
 
 def _key(value: Any) -> int:
-    """Return the key of a tensor's storage; 0 of another value."""
+    """Return the key of a tensor's storage; 0 for other values."""
     return storage_key(value) if isinstance(value, torch.Tensor) else 0
 
 

@@ -49,7 +49,7 @@ _LINEAR = frozenset(
         *("_coalesce", "values", "_values", "coalesce", "lift_fresh", "lift_fresh_copy"),
     }
 )
-#: Operators whose tensors should have one power, though another one is no certain fault.
+#: Operators whose tensors should have one power; different powers are a fault only in some of their uses.
 _MERGING = frozenset({"where", "cat", "stack", "maximum", "minimum", "fmax", "fmin", "index_put", "_index_put_impl"})
 #: Positions of the value of operators that fill.
 _FILLS = {"fill": 1, "full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
@@ -293,7 +293,7 @@ class PowersOfScale:
         """Return whether a bound is certainly not multiplied by the loss scale, and neither zero nor infinite."""
         if isinstance(bound, torch.Tensor):
             return self._power(bound) == 0.0
-        # A multiple of the scale has more digits than its factor.
+        # If the bound is a multiple of the scale, dividing by the scale leaves fewer digits.
         return 0 < abs(bound) < math.inf and _digits(bound) < _digits(bound / self._scale)
 
     # -- sums -------------------------------------------------------------------------------------------------------

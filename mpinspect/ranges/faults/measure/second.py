@@ -728,7 +728,7 @@ def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:
     """Return the distance of a tensor from its twin, relative to the twin's norm."""
     off = ratio(distance(value, twin), float(twin.norm()))
     if math.isnan(off) and bool(((value == twin) | (value - twin).isfinite()).all()):
-        # A mask's infinities are no error.
+        # A mask's infinities are intended.
         finite = twin.isfinite()
         return ratio(distance(value[finite], twin[finite]), float(twin[finite].norm()))
     return off

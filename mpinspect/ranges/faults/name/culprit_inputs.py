@@ -199,7 +199,7 @@ def _is_of_targets(measured: Examined, event: Event | None) -> bool:
 class _Outliers(Sentences):
     BEYOND = (
         "In step {step} the batch holds values up to {largest:.3g}{places}, beyond FP16's maximum of 65504: the cast to FP16 in "
-        "{module} makes infinities of them."
+        "{module} turns them into infinities."
     )
     AGAIN = "It is so in at least {further:count further step}."
     LEAVE_OUT = (
@@ -646,7 +646,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     before = min((event.step for event in broken), default=case.progress.steps)
     ratio = max(each.ratio for each in at_once)
     if first.step > before or (_has_singularity(case, before) and ratio < 2.0 ** (first.step + 1)):
-        # Beside an argument at the edge of its domain, weights that did not even double in each step are no explosion.
+        # If an argument was at the edge of its domain, weights count as exploded only if they doubled in each step.
         return
     rate, initial = first.lr, first.initial_lr
     is_scheduled = initial is not None and initial != rate

@@ -450,7 +450,7 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
         elif before.scale and after.scale and before.scale < after.scale < math.inf:
             rose += log2_of(after.scale) - log2_of(before.scale)
     own = max(case.progress.skipped_steps, len(skips_of(case)))
-    # A rise beyond what growth explains shows several scalers by turns, whose falls are no overflows.
+    # A rise beyond the scaler's growth shows several scalers in turn; a fall from one to the next is not an overflow.
     if not case.scalers or fell - own < 2 or rose > _rise(case, case.progress.steps):
         return
     least = case.advised.advice.lowest
