@@ -661,7 +661,7 @@ def test_a_switch_leads_to_the_maps_of_each_model_of_two_runs(browser: Any, tmp_
     ]
     switch.select_option(index=1)
     # The Critic's did not move: they are shown all the same.
-    page.wait_for_selector(".explorer .said:text('None moved by more than it does by itself; all are shown.')")
+    page.wait_for_selector(".explorer .said:text('None moved beyond its normal variation; all are shown.')")
     assert page.locator(".compared tbody tr").count() == 6
     # A finding leads to its model.
     page.click(".panel .finding summary >> nth=0")

@@ -57,9 +57,9 @@ SETTINGS, _NAMES, _GONE = Limit(20, 100), Limit(12, 50), Limit(5, 20)
 _LAYERS = (
     Column("layer", is_name=True),
     Column("tensor", is_left=True, priority=1),
-    Column("from step", is_left=True, meaning="where it first moved, more than it does by itself"),
+    Column("from step", is_left=True, meaning="the first step in which it moved beyond its normal variation"),
     Column("elsewhere", meaning="share of its elements in other powers of two in B, a mean over the steps"),
-    Column("beyond", meaning="how much of that is more than it moves by itself", priority=3),
+    Column("beyond", meaning="the part of that beyond its normal variation", priority=3),
     Column("zero", meaning="share that is zero", is_optional=True),
     Column("largest", priority=2),
     Column("flushed", meaning="share of the non-zero ones that the format flushes at scale 1", priority=1),
@@ -216,8 +216,8 @@ def _parting(diff: RangeDiff) -> str:
 def _nothing_moved(diff: RangeDiff) -> str:
     if diff.differs is not None:
         return (
-            f"No meaningful change: the counts differ from {_named(diff.differs)} on, but no tensor's by more than it "
-            "changes by itself"
+            f"No meaningful change: the counts differ from {_named(diff.differs)} on, but no tensor moved beyond its normal "
+            "variation"
         )
     if not diff.compared.same_steps:
         return "No meaningful change, though the runs counted other steps: whether they are equal is not known"

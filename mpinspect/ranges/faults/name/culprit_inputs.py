@@ -542,7 +542,7 @@ def _called_lines(case: Case, measured: Examined) -> list[str]:
 
 
 def further_lines(case: Case, found: Record) -> list[str]:
-    """Return other lines on which the operator of a record of a step computed twice is infinite by itself."""
+    """Return the other lines on which the operator of a record breaks in the same step, which was computed twice."""
     same = (found.step, found.names[0], found.names[2])
     alike = (each for each in case.recorded(type(found)) if (each.step, each.names[0], each.names[2]) == same)
     lines = dict.fromkeys(each.names[1] for each in alike)

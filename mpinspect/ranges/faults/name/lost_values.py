@@ -35,7 +35,7 @@ from mpinspect.ranges.records import (
 )
 from mpinspect.reporting.sentences import Sentences
 
-#: The part of a sum that is not lost by rounding alone, whatever the gradients are.
+#: A larger lost part of a sum counts as harmful even if the gradients are nearly right.
 _MOST_OF_IT = 0.25
 #: The share of a sum's elements that do not change, from which on an addition does nothing.
 _MOSTLY = 0.5
