@@ -240,7 +240,7 @@ def test_fail_on_a_severity_an_id_and_none(models, capsys):
 
 
 def test_bad_gpu_and_dtype(models):
-    assert "no GPU known here" in refused("shape_lint_models:Small", "--gpu", "hoper")
+    assert "not a GPU known here" in refused("shape_lint_models:Small", "--gpu", "hoper")
     refusal = refused("shape_lint_models:Small", "--dtype", "fp16x", "--input", "4,1023")
     assert "autocast takes float16 or bfloat16" in refusal
 
@@ -428,7 +428,7 @@ def linear_model():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"gpu": "hoper"}, "no GPU known here"),
+        ({"gpu": "hoper"}, "not a GPU known here"),
         ({"gpu": 9}, "an architecture as 'hopper'"),
         ({"dtype": "fp17"}, "autocast takes float16 or bfloat16"),
         ({"dtype": torch.int64}, "autocast takes float16 or bfloat16"),

@@ -91,7 +91,7 @@ class Born(Sentences):
     FROM_ORIGIN_IN_FP32 = (
         "Compute in FP32 from {origin_place} to {place}: a cast to FP32 in between does not restore the lost bits."
     )
-    FROM_NEAR_IN_FP32 = "Use FP32 from {origin_place} to {place}, and for the operators that take its result."
+    FROM_NEAR_IN_FP32 = "Compute in FP32 from {origin_place} to {place}, and in the operators that take its result."
     SUBTRACT_LARGEST = "If it is normalised afterwards, subtract the largest exponent first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     PLAIN = "y = {expression}"
