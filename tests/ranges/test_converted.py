@@ -15,7 +15,7 @@ from mpinspect import Inspector
 from mpinspect.numeric.recipes import RECIPES, Product, Products, recipe_of
 from mpinspect.ranges.analysis.products import layers_line, modules_named
 from mpinspect.ranges.capture.layers import Selection, find_layers
-from mpinspect.ranges.faults.measure.converted import asked_for, converted_layers
+from mpinspect.ranges.faults.measure.converted import asked_for, converted_layers, met_converted
 from mpinspect.ranges.session import CONVERTER_CALLED, LayersRecord, Precision, Progress, RunInfo, Session
 
 TENSORWISE, MXFP8 = RECIPES["fp8-tensorwise"].products, RECIPES["mxfp8"].products
@@ -210,6 +210,7 @@ def test_modules_of_blocks_are_named_once(modules, words):
 
 
 def test_a_filter_that_matches_nothing_is_named():
+    met_converted.clear()
     gc.collect()  # Converted models of other tests show that a filter matched.
     found = ids(report(to_float8(Model(), names={"layers.0.q_proj"})))["nothing-converted"]
     assert (found.severity, found.certainty) == ("warning", "inferred")
@@ -232,6 +233,14 @@ def test_a_model_beside_a_converted_one_is_meant_to_stay_wide():
     converted = to_float8(Model())
     assert asked_for(records(Model())) == ()
     del converted
+
+
+def test_a_model_after_a_converted_one_is_meant_to_stay_wide():
+    """As in a notebook: the converted model is gone, and the library still notes that its converter has run."""
+    met_converted.clear()
+    assert "nothing-converted" not in ids(report(to_float8(Model())))
+    gc.collect()
+    assert "nothing-converted" not in ids(report(Model()))
 
 
 def test_classes_that_torchao_does_not_convert_are_named():

@@ -373,6 +373,31 @@ def test_a_masks_infinity_without_a_non_finite_gradient_is_not_a_cause() -> None
     assert inspector.report().verdict.healthy
 
 
+def test_an_infinity_that_an_exponential_makes_is_not_taken_for_a_masks() -> None:
+    """It is divided by its sum: the NaN is of another class than the target, so that the loss is finite."""
+
+    class Weights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 6)
+
+        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            weights = (self.layer(x) * torch.tensor([1.0, 1, 1, 1, 1, factor])).half().exp()
+            return (weights / weights.sum(-1, keepdim=True)).float()
+
+    torch.manual_seed(0)
+    model = Weights()
+    nn.init.constant_(model.layer.bias, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(4):
+            shares = model(torch.rand(5, 4), 400.0 if step == 2 else 1.0)
+            take_step(optimizer, -(shares[:, :2] + 1e-6).log().mean())
+    cause = inspector.report().findings[0]
+    assert (cause.id, cause.severity, cause.step) == ("argument-out-of-range", "error", 2)
+    assert cause.evidence["operator"].startswith("exp of a number too large")
+
+
 def test_a_run_of_infinite_losses_alone_names_the_loss() -> None:
     model = _network()
     scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)

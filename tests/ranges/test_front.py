@@ -1001,7 +1001,7 @@ def test_the_first_screen_names_the_operator_once_and_the_phase_at_the_row(brows
     ranges = replace(part_of_run.ranges, findings=(finding,))
     report = RunReport("train.py", "ended", (ModelPart("Net", ranges),))
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
-    assert page.text_content(".panel > p >> nth=0") == "Overflow in operator: in 'blocks.1.fc1', train.py:9: mul"
+    assert page.text_content(".panel > p >> nth=0") == "Overflow in mul: in 'blocks.1.fc1', train.py:9"
     assert page.text_content(".panel .alarm") == "step 5, forward, first NaN"
     assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul"
     assert page.text_content(".explorer .opening").startswith(

@@ -64,7 +64,7 @@ def began(report: RangeReport) -> Began:
     finding, event = next((each for each in report.findings if each.is_alarm), None), what_broke(report)
     if finding is None and event is None:
         return Began()
-    cause = in_words(_EVENT if finding is None else finding.id)
+    cause = in_words(_EVENT) if finding is None else _cause(finding)
     if event is not None and cause == in_words(_EVENT) and event.phase in ("forward", "backward"):
         cause = f"{upper_first(event.phase)} not finite"
     name = report.session.with_classes
@@ -77,6 +77,13 @@ def began(report: RangeReport) -> Began:
     is_before = finding.evidence.get("phase") == BEFORE_STEPS
     when = filled("first in step {:,}", finding.step) or BEFORE_STEPS * is_before or "throughout the run"
     return Began(f"{cause}: {', '.join(filter(None, (name(_place(finding)), when)))}")
+
+
+def _cause(finding: Finding) -> str:
+    """Return the id of a finding as words, with its operator's name in place of the word: "Overflow in mul"."""
+    operator, words = _operator(finding), in_words(finding.id)
+    named = re.sub(r"\boperator\b", operator, words, flags=re.IGNORECASE) if operator else words
+    return upper_first(named) if named.startswith("a ") else named
 
 
 def in_words(id: str) -> str:
@@ -98,7 +105,7 @@ def _of_event(event: Event, finding: Finding | None) -> tuple[str, bool]:
         return event.place, True
     is_own, part = finding.layer in ("", event.module), "" if finding.layer else part_of(finding)
     if _operator(finding) and not part:
-        return ", ".join((event.place if is_own else module_named(finding.layer), code_of(finding))), is_own
+        return ", ".join((event.place if is_own else module_named(finding.layer), _code_beside(finding))), is_own
     if line_of(finding) and not (is_own and finding.layer):
         return line_of(finding), False
     if part and explains_events(finding):
@@ -106,12 +113,18 @@ def _of_event(event: Event, finding: Finding | None) -> tuple[str, bool]:
     return ", ".join(filter(None, (event.place, (line_of(finding) or _line_of_loop(finding)) * is_own))), True
 
 
+def _code_beside(finding: Finding) -> str:
+    """Return the line and the operator beside the finding's cause, without what the cause has said."""
+    line = line_of(finding)
+    return line if line and _cause(finding) != in_words(finding.id) else code_of(finding)
+
+
 def _place(finding: Finding) -> str:
     """Return a finding's place, after a preposition. A forward is not named: most operators run there."""
     phase = filled("the {} of ", phase_of(finding).replace("forward", ""))
     preposition = "worst in" if finding.id in _OF_WORST and finding.layer else "in"
     module = finding.layer and f"{phase}{module_named(finding.layer)}"
-    line = code_of(finding) or _line_of_loop(finding)
+    line = _code_beside(finding) or _line_of_loop(finding)
     return filled(f"{preposition} {{}}", ", ".join(filter(None, (module, line))) or part_of(finding))
 
 

@@ -7,6 +7,7 @@ stays an nn.Linear), and TransformerEngine's modules. No tensor's values are rea
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -49,6 +50,8 @@ _CONVERTED = (
 )
 #: Where torchao 0.17 and later note that their converter has run.
 _CONVERTER, _HAS_RUN = "torchao.float8._inductor_patch", "_PATCHED"
+#: Set once an inspected model of this process has had layers that torchao converted.
+met_converted = threading.Event()
 _E4M3, _E5M2, _E2M1 = FLOAT8_E4M3.name, FLOAT8_E5M2.name, FLOAT4_E2M1.name
 #: The scale and its rule, by whether the configuration asks for powers of two.
 _SCALES = {False: (FLOAT32_SCALE, AMAX), True: (POWER_OF_TWO, RCEIL)}
@@ -83,15 +86,19 @@ def converted_layers(layers: Iterable[Layer], heads: Collection[str] = ()) -> tu
 def asked_for(layers: Sequence[LayersRecord]) -> tuple[str, ...]:
     """Return the traces of a conversion by torchao if neither a layer of the run nor one of another model is converted.
 
-    Searches the garbage collector's objects, which takes milliseconds, if torchao's modules are imported.
+    The converter's note that it has run counts until an inspected model has converted layers: it may be that model's, of an
+    earlier training in a notebook. Searches the garbage collector's objects, which takes milliseconds, if torchao's modules are
+    imported.
     """
+    if any(record.products.bits and record.library == "torchao" for record in layers):
+        met_converted.set()
     kinds = list(_of_torchao())
     if not any(kind.__name__ in _TORCHAO_CONFIGS for kind in kinds) or any(record.products.bits for record in layers):
         return ()
     alive = {type(each).__name__ for each in living(kinds)}
     if not alive.isdisjoint(_CONVERTED):
         return ()
-    has_run = getattr(sys.modules.get(_CONVERTER), _HAS_RUN, False)
+    has_run = getattr(sys.modules.get(_CONVERTER), _HAS_RUN, False) and not met_converted.is_set()
     return tuple(trace for trace, is_there in ((CONVERTER_CALLED, has_run), (CONFIGURED, alive)) if is_there)
 
 

@@ -267,7 +267,7 @@ class Examination(Measuring):
         candidate, infinite, self._candidate, self._infinite = self._candidate, self._infinite, None, None
         broken = [event for event in new if event.gradients_finite is False]
         # The loss scale may cause an overflow in the backward, which a scaler skips.
-        if not any(event.phase == "backward" and not event.skipped for event in broken):
+        if all(event.phase == "backward" and event.skipped for event in broken):
             candidate = None
         if not broken:
             infinite = None
