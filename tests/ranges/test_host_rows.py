@@ -230,7 +230,9 @@ def test_a_gradient_that_cannot_be_counted_in_a_training_does_not_lose_the_other
             hidden = model[0](torch.ones(4, 6))
             if step < 4:
                 hidden.register_hook(take_memory)
-            with pytest.warns(mpinspect.MpinspectWarning, match="memory has been freed") if step == 0 else nullcontext():
+            with (
+                pytest.warns(mpinspect.MpinspectWarning, match="memory has been freed") if step == 0 else nullcontext()
+            ):
                 model[2](hidden).square().mean().backward()
             if step < 4:
                 model[2].weight.grad = None
