@@ -47,7 +47,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 MOST_SECONDS = 25
 #: The number of steps after attaching that are timed separately; the defaults count all of them.
 FIRST_STEPS = 10
-#: The number of steps after these and one more, none of which the defaults count or measure.
+#: The number of steps timed next, after one more step: the defaults neither count nor measure them.
 STEADY_STEPS = 5
 #: The results list only the most expensive kernels that the inspector adds.
 MOST_KERNELS = 8

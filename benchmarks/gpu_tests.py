@@ -61,7 +61,7 @@ class Recorder:
 
 def main() -> int:
     parser = arguments(__doc__)
-    parser.add_argument("--tiny", action="store_true", help="that all are skipped is no failure")
+    parser.add_argument("--tiny", action="store_true", help="that all are skipped is not a failure")
     options = parser.parse_args()
     recorder = Recorder(ResultsFile(options.json, rehearsal=options.tiny))
     # Tests run in parallel if there are enough cores, since the compiler and the host take most of their time.

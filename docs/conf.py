@@ -37,7 +37,7 @@ napoleon_numpy_docstring = False
 # Fences of other languages than Pygments has (session files, shell transcripts) are shown as they are.
 suppress_warnings = ["misc.highlighting_failure"]
 
-#: From a page to a file of the repository that is no page.
+#: From a page to a file of the repository that is not a page.
 _OUTSIDE = re.compile(r"\]\((?:\.\./)+(?!docs/)(?P<path>[^)\s]+)\)")
 #: From the README, whose links are absolute, to a page or picture.
 _PAGE = re.compile(rf"{re.escape(SOURCE)}/blob/main/docs/(?P<page>[^)\s]+)")

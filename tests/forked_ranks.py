@@ -1,7 +1,7 @@
 """Calls a function on every rank of a gloo process group, in processes of their own.
 
-``python forked_ranks.py FOLDER RANKS FILE FUNCTION MODULE...`` imports the modules and forks into the ranks, each of which calls
-the file's function with FOLDER and saves what it returns as FOLDER/rankN.pt.
+``python forked_ranks.py FOLDER RANKS FILE FUNCTION MODULE...`` imports the modules and forks into the ranks. Each rank
+calls the file's function with FOLDER, and saves the result as FOLDER/rankN.pt.
 """
 
 import faulthandler

@@ -239,7 +239,7 @@ def read_baseline(path: str) -> Baseline:
             f"the baseline {path} can't be read: it {error}. Rewrite it with --write-baseline"
         ) from error
     if not isinstance(document, dict) or document.get("schema") != BASELINE_SCHEMA:
-        raise UnusableError(f"{path} is no baseline of mpinspect lint: write one with --write-baseline")
+        raise UnusableError(f"{path} is not a baseline of mpinspect lint: write one with --write-baseline")
     if document.get("schema_version") != BASELINE_VERSION:
         raise UnusableError(f"{path} is a baseline of another version than {BASELINE_VERSION}: write it anew")
     try:

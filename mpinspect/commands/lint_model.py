@@ -108,7 +108,7 @@ def _module(place: str) -> ModuleType:
 
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise UnusableError(f"{path} is no file: {_FORM}")
+        raise UnusableError(f"{path} is not a file: {_FORM}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise UnusableError(f"{path} can't be imported as Python")
@@ -162,14 +162,14 @@ def input_spec(text: str) -> InputSpec:
     name, equals, rest = text.rpartition("=")
     dtype, colon, sizes = rest.rpartition(":")
     if equals and not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{text!r}: {name!r} is no name of an argument; write it {_EXAMPLE}")
+        raise argparse.ArgumentTypeError(f"{text!r}: {name!r} is not a name of an argument; write it {_EXAMPLE}")
     if not colon:
         dtype = "int64" if _INTEGER_NAMES.search(name) else "float32"
     elif _torch_name(dtype) not in DTYPES:
         raise argparse.ArgumentTypeError(f"{text!r}: {dtype!r} is not a known dtype: {', '.join(DTYPES)}")
     parts = [part.strip() for part in sizes.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r}: {sizes!r} is no list of sizes; write it {_EXAMPLE}")
+        raise argparse.ArgumentTypeError(f"{text!r}: {sizes!r} is not a list of sizes; write it {_EXAMPLE}")
     if any(len(part.lstrip("0")) > 19 or int(part) > _MAX_SIZE for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r}: a size is above {_MAX_SIZE:,}, the largest that a tensor can have")
     return InputSpec(name, _torch_name(dtype), tuple(map(int, parts)))

@@ -45,7 +45,7 @@ def add_output_options(
     Args:
         fail_on: parses an argument of --fail-on, or raises argparse.ArgumentTypeError.
         png: whether to declare --png too.
-        or_else: describes in the help what else --fail-on accepts.
+        or_else: help text on the other values that --fail-on accepts.
     """
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     if png:

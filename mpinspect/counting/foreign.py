@@ -96,7 +96,7 @@ def _as_numpy(array: Any) -> AnyArray:
             return found
     kind = f"{type(array).__module__}.{type(array).__qualname__}"
     if not reasons:
-        raise TypeError(f"{kind} is no array")
+        raise TypeError(f"{kind} is not an array")
     raise TypeError(
         f"no values can be had from {kind} here ({reasons[0]}). Inside tf.function, jax.jit or jax.grad there are none yet: "
         "return the array and observe it outside"

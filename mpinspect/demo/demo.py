@@ -273,7 +273,7 @@ def whereabouts(directory: Path, pictures: list[Path], unscaled: Path | None = N
         f"  {_command('tensorboard')} --logdir {directory}",
     ]
     if unscaled is not None:
-        lines += ["What FP16 without loss scaling changes:", f"  {_command('mpinspect')} diff {directory} {unscaled}"]
+        lines += ["The effect of FP16 without loss scaling:", f"  {_command('mpinspect')} diff {directory} {unscaled}"]
     lines += ["This report again:", f"  {_command('mpinspect')} report {directory}", "To explore in a browser:"]
     return "\n".join([*lines, f"  {directory / _PAGE}"])
 

@@ -137,7 +137,7 @@ class InspectsTraining:
         """Check the options now, rather than when training begins."""
         for name in ("model", "optimizers", "scalers"):
             if name in options:
-                raise TypeError(f"{name} is no option of a callback: the trainer knows it")
+                raise TypeError(f"{name} is not an option of a callback: the trainer knows it")
         patterns = {"include", "exclude"}
         Inspector(torch.nn.Linear(1, 1), **{name: value for name, value in options.items() if name not in patterns})
 

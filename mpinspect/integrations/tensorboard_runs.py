@@ -27,7 +27,7 @@ BESIDE = ("run.json", "report.json", "trace.json.gz")
 ALL_RANKS = "all-ranks"
 #: Most runs that are listed: a longer page is slow and hard to search.
 MOST_RUNS = 2_000
-#: Seconds that a listing is used for, and how much longer than it took it is used at least.
+#: A listing is reused for so many seconds, or for so many times the seconds that it took, whichever is longer.
 _LISTING_S, _LISTING_TIMES = 2.0, 20.0
 #: Most answers in the cache: one of 2,000 layers has some megabytes.
 _MOST_KEPT = 8
@@ -281,7 +281,7 @@ def _read(run: Found) -> dict[str, Any]:
         whole = run_of_model(run.path, part) if run.has_beside else RunReport("", "", (part,))
         return _shown(whole, whole.parts.index(part))
     except NotOneModelError as error:
-        return {"error": printable(f"The ranks can't be added up ({error}): look at each by itself.")}
+        return {"error": printable(f"The ranks can't be added up ({error}): open each rank by itself.")}
     except (SessionError, OSError) as error:
         return {"error": printable(str(error))}
     except Exception as error:

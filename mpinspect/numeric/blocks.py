@@ -26,7 +26,7 @@ LOWEST_EXPONENT = -112
 _CLASSES = ((1.0, 1.5), (1.5, 1.75), (1.75, 2.0))
 #: Generous bound of the rounding errors of a scale and a product in FP32.
 _FLOAT32_ERROR = 2.0**-20
-#: The largest magnitudes that are no infinities.
+#: The largest finite magnitudes.
 _HIGHEST_EXPONENT = 127
 #: NVFP4's scale of a block before it is rounded to E4M3, in units of E4M3's smallest subnormal 2^-9: limits, and the least and
 #: greatest ratio to the rounded scale between each limit and the one before. Up to a half the scale becomes zero, and the block
@@ -113,7 +113,7 @@ class BlockCounts:
         """Return how many non-zero elements of counted blocks a recipe rounds to zero, exactly; of tiny blocks there are bounds.
 
         Raises:
-            ValueError: the scale is no power of two by the rule FLOOR or RCEIL, the blocks have another size, or some are cut.
+            ValueError: the scale is not a power of two by the rule FLOOR or RCEIL, the blocks have another size, or some are cut.
         """
         self._require_whole()
         return self._flushed(quantization)
@@ -231,7 +231,7 @@ class BlockCounts:
                 f"a scale in {quantization.scale} by the rule {quantization.rule} is not exact: ask for flushed_bounds"
             )
         if quantization.format.max_significand not in CUTS:
-            raise ValueError(f"{quantization.element} is no format of block recipes: FP8 and FP4 are")
+            raise ValueError(f"{quantization.element} is not a format of block recipes: FP8 and FP4 are")
         self._require_block(quantization)
 
     def _require_whole(self) -> None:

@@ -148,7 +148,7 @@ class TrainingRecipe:
         """Return how a tensor is quantised as an operand of a product; None if it is not.
 
         Raises:
-            ValueError: the tensor is no operand of the product.
+            ValueError: the tensor is not an operand of the product.
         """
         found = dict(self.products.each())[product]
         return (found.left, found.right)[OPERANDS[product].index(tensor)]

@@ -18,11 +18,11 @@ from mpinspect.ranges.second_opinion import run_twice
 from mpinspect.reporting.words import filled
 from mpinspect.runtime.untouched import ModelState, RandomState
 
-#: After which no further module is tried.
+#: Limits after which no further module is tried.
 _MOST_PASSES, _MOST_SECONDS = 40, 60.0
 #: The least share of the error that a module must take away, for its parts to be tried.
 _WORTH_A_LOOK = 0.1
-#: A gradient in FP32 below this share of another one's of the same module is rounding noise: of a bias before a BatchNorm.
+#: An FP32 gradient below this share of another gradient of its module is rounding noise, as of a bias before a BatchNorm.
 _NOISE = 2.0**-14
 #: The most operators of one module that are tried.
 _MOST_OPERATORS = 8

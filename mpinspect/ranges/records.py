@@ -283,7 +283,7 @@ class LostSquares(Record, kind="lost-squares"):
 
 
 class InfiniteDivisor(Record, kind="infinite-divisor"):
-    """An FP16 divisor, or a running variance, from before a step, with infinities: what is divided by them is zero.
+    """An FP16 divisor, or a running variance, from before a step, with infinities: a division by them gives zero.
 
     ``names``: the operator, its line and its phase.
 
@@ -644,7 +644,7 @@ class BornInfinite(Record, kind="second-born"):
         elements, of: the number of such elements, and of all.
         largest: their largest exact magnitude; 0 if the operator is not to blame but the rounding of its inputs.
         exponent: of a cast, the largest argument of an exponential before it that FP16 can't hold. Its line is the fourth name.
-        near: the largest magnitude of the result that came near FP16's end first.
+        near: the largest magnitude of the first result near FP16's end.
         is_last: 1 if the fifth and further names are those of the last operator in 16 bits before an operator in FP32.
 
     The names from the fifth on are the operator, line, module and dtype of that result, or, if ``largest`` is 0, of the rounding
@@ -676,12 +676,13 @@ class BrokenAlike(Record, kind="second-broken-alike"):
 
 
 class PreparedError(Record, kind="prepared-error"):
-    """A tensor that was computed before the first step, and is left then, whose FP32 twin differs. ``names``: the operator that
-    made most of the error, its line and phase.
+    """A tensor that was computed before the first step, still exists at that step, and differs from its FP32 twin.
+
+    ``names``: the operator that made most of the error, its line and phase.
 
     Args:
         elements: the number of its elements.
-        broken: the number of infinities and NaNs, none of which its twin has.
+        broken: the number of infinities and NaNs that are finite in the twin.
         error: the norm of the error, relative to that of the twin.
         changed: the number of whole numbers that a cast has changed.
         flushed: the number of its zeros whose twins are no smaller than 2^-11 of the twin's largest element.
@@ -717,7 +718,7 @@ class LostSum(Record, kind="second-lost-sum"):
 
 
 class LostFactor(Record, kind="second-lost-factor"):
-    """A multiplication of weights in an optimizer's step, of whose products rounding makes the old weights again.
+    """A multiplication of weights in an optimizer's step whose products round to the old weights.
 
     Args:
         elements: the number of weights that the exact products change.
@@ -749,11 +750,10 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 
 class FlushedResult(Record, kind="second-flushed"):
-    """An FP16 result of an optimizer's step, or one that a tensor takes which persists, most of whose elements are flushed; or
-    a cast to FP8.
+    """An FP16 result that is mostly flushed, in an optimizer's step or in a tensor that persists; or such a cast to FP8.
 
     Args:
-        flushed: the share of the results that are zero, of those that are not in FP32, 0..1.
+        flushed: of the results that are not zero in FP32, the share that is zero here, 0..1.
         elements: the number of results that are not zero in FP32.
         largest: the largest exact magnitude that became zero.
         times: how many casts at one line these are the figures of.

@@ -564,7 +564,7 @@ class Session:
         return None if self._skips_at(history[-1]) else history[-1].scale
 
     def _skips_at(self, last: ScaleChange) -> set[int]:
-        """Return the steps that were skipped at the last known loss scale, after each of which a scaler lowers it."""
+        """Return the steps that were skipped at the last known loss scale; after each a scaler lowers it."""
         return {
             event.step
             for event in self.events
@@ -578,7 +578,7 @@ class Session:
         if last is None or not last.scale or len(factors) != 1:
             return None
         (skip, *others), (factor,) = sorted(self._skips_at(last)) or (None,), factors
-        # At a scale that outlasts a skipped step the scaler does not lower it each time.
+        # If several steps were skipped at this scale, the scaler does not lower it at each one.
         if skip is None or others or factor is None:
             return None
         return ScaleChange(skip + 1, last.scale * factor)

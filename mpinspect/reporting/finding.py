@@ -13,7 +13,7 @@ from mpinspect.runtime.decoding import OneOf
 #: Text of several lines, such as code: escaping preserves its line ends.
 Lines: TypeAlias = str
 
-#: Severities, mildest first. "info" is no alarm: a healthy network gets only "info".
+#: Severities, mildest first. "info" is not an alarm: a healthy network gets only "info".
 SEVERITIES = ("info", "warning", "error")
 #: The same words in every report, explained.
 SEVERITIES_EXPLAINED = (

@@ -110,7 +110,7 @@ def share(
 
 
 def _unseen(high: float, negligible: float) -> str:
-    """Return words for a share of which nothing was seen, at most ``high``."""
+    """Return words for a share of at most ``high`` without any observed case."""
     if high <= NEGLIGIBLE:
         return f"<{percent(NEGLIGIBLE)}"
     if high <= negligible:

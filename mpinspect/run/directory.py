@@ -51,7 +51,7 @@ def claim(options: LaunchOptions, rank: Rank, record: dict[str, Any]) -> tuple[P
     except OSError as error:
         why = error.strerror or str(error)
         if wanted.exists() and not wanted.is_dir():
-            why = "it is no folder"
+            why = "it is not a folder"
         if options.log_dir:
             raise UnusableDirectoryError(f"--log-dir {options.log_dir} can't be used: {why}") from error
         import tempfile

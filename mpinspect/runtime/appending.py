@@ -142,7 +142,7 @@ def replace_whole(
 
 
 def _sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to disk, where the system can; otherwise a power failure may bring an old file back."""
+    """Fsync a directory, so that a power failure does not undo a rename in it; no effect where the system can't."""
     with contextlib.suppress(OSError):
         descriptor = os.open(directory, os.O_RDONLY)
         try:

@@ -127,9 +127,9 @@ def parsed(text: str | bytes, most: int = LARGEST_JSON) -> Any:
         raise
     except UnicodeDecodeError as error:
         # Its message quotes the whole text.
-        raise DecodingError(f"is no valid JSON ({error.reason})") from None
+        raise DecodingError(f"is not valid JSON ({error.reason})") from None
     except ValueError as error:
-        raise DecodingError(f"is no valid JSON ({error})") from None
+        raise DecodingError(f"is not valid JSON ({error})") from None
 
 
 def json_of(path: Path, most: int = LARGEST_JSON) -> Any:
@@ -228,7 +228,7 @@ def _unchecked(values: list[Any]) -> list[Any]:
 
 
 def _require(kind: type, values: list[Any]) -> None:
-    """Raise DecodingError if a value is not exactly of type ``kind``; True, for example, is no int."""
+    """Raise DecodingError if a value is not exactly of type ``kind``; True, for example, is not an int."""
     if not set(map(type, values)) <= {kind}:
         wrong = next(value for value in values if type(value) is not kind)
         raise DecodingError(f"is {_shown(wrong)}, not {_NAMES[kind]}")

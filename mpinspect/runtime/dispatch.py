@@ -1,4 +1,4 @@
-"""Tells whether a step of the user's training can run under a dispatch mode of ours."""
+"""Checks whether a step of the user's training can run under a dispatch mode of ours."""
 
 from __future__ import annotations
 

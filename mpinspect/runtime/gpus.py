@@ -255,7 +255,7 @@ def named(text: str) -> Gpu:
     if near:
         nearest = f" (near it: {', '.join(near)})"
     raise ValueError(
-        f"{text!r} is no GPU known here{nearest}: give 'auto', an architecture "
+        f"{text!r} is not a GPU known here{nearest}: give 'auto', an architecture "
         f"({', '.join(ARCHITECTURES)}), a card ({', '.join(card.name for card in _CARDS)}), the name that nvidia-smi prints, "
         "or a compute capability such as 9.0"
     )

@@ -99,7 +99,7 @@ class LossScaler(MovingScale):
         """Return a scaler with a constant scale, also for a GradScaler that loads its state dict."""
         for name in ("init_scale", "growth_factor", "backoff_factor"):
             if name in options:
-                raise TypeError(f"{name} is no option of a static scale: it starts at {scale!r} and stays there")
+                raise TypeError(f"{name} is not an option of a static scale: it starts at {scale!r} and stays there")
         return cls(init_scale=scale, growth_factor=1.0, backoff_factor=1.0, **options)
 
     @classmethod

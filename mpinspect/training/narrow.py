@@ -57,7 +57,7 @@ def layers_to_convert(model: nn.Module, precision: Precision, keep_wide: Iterabl
         if not any(fnmatchcase(path, pattern) for path in linear):
             raise ValueError(f"keep_wide={pattern!r} matches none of the model's Linear layers: {some([*linear])}")
     kept = {id(each) for path, each in linear.items() if any(fnmatchcase(path, pattern) for pattern in patterns)}
-    # A subclass may compute something else, or be read by the module around it, as in nn.MultiheadAttention.
+    # A subclass may compute something else; in nn.MultiheadAttention, the enclosing module reads its weight.
     chosen = {path: each for path, each in linear.items() if type(each) is nn.Linear and id(each) not in kept}
     if not chosen:
         raise ValueError(
@@ -71,7 +71,7 @@ def layers_to_convert(model: nn.Module, precision: Precision, keep_wide: Iterabl
 def convert_layers(model: nn.Module, precision: Precision, paths: Iterable[str]) -> bool:
     """Convert layers in place, and return whether their products are emulated in FP32. Parameters stay the same objects.
 
-    A layer's input is cast as autocast does, and raises ValueError if its rows are no multiple of what the kernels take.
+    A layer casts its input as autocast does. Its forward raises ValueError unless the number of rows suits the kernels.
     """
     layers = {path: model.get_submodule(path) for path in paths}
     if not layers:
@@ -182,7 +182,7 @@ def _check_sizes(layers: dict[str, nn.Linear], precision: Precision) -> None:
 
 
 def _import_torchao(precision: Precision) -> None:
-    """Import what converts to this precision, with its warnings as one."""
+    """Import the modules of torchao that convert to this precision; their warnings are shown as one."""
     try:
         found = version("torchao")
     except PackageNotFoundError:

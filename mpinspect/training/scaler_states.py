@@ -79,7 +79,7 @@ def read(state_dict: Any, current: Saved, loss_id: int) -> Saved:
         return _read_own(state_dict[OWN_KEY], torchs)
     if isinstance(state_dict, Mapping) and any(str(key).startswith("loss_scaler") for key in state_dict):
         return _read_apex(state_dict, current, loss_id)
-    raise ValueError(f"this is no loss scaler's state dict: {_looks_like(state_dict)}")
+    raise ValueError(f"this is not a loss scaler's state dict: {_looks_like(state_dict)}")
 
 
 def _read_torchs(state_dict: Mapping[str, Any], current: Saved) -> Saved:
@@ -100,7 +100,7 @@ def _read_apex(state_dict: Mapping[str, Any], current: Saved, loss_id: int) -> S
             f"apex.amp's state has no loss_id {loss_id}: there are {there}. It has one scaler for each loss."
         )
     if not isinstance(own, Mapping) or not {"loss_scale", "unskipped"} <= own.keys():
-        raise ValueError(f"this is no state dict of apex.amp: {name!r} has no 'loss_scale' and 'unskipped'")
+        raise ValueError(f"this is not a state dict of apex.amp: {name!r} has no 'loss_scale' and 'unskipped'")
     state = _state(own, "loss_scale", "unskipped", current.rules)
     # apex's scale_window may have been longer than this growth interval: then the scale grows after the next clean step.
     clean = min(state.clean_steps, current.rules.growth_interval - 1)

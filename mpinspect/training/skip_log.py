@@ -70,7 +70,7 @@ class SkipLog:
         if not is_power_of_two(scale):
             self._warn(
                 f"rounds at {scale}",
-                f"the loss scale {scale:g} is no power of two: scaling and unscaling round every gradient. "
+                f"the loss scale {scale:g} is not a power of two: scaling and unscaling round every gradient. "
                 "Take the power of two below it.",
             )
 

@@ -40,7 +40,7 @@ class Explainer(Protocol):
         """Return the cause of the non-finite forward, as far as it is known."""
 
     def step_ended(self, *, forward_finite: bool) -> None:
-        """End a step whose outcome is known on the host, so that data about the step may be discarded.
+        """Mark the end of a step after its outcome has reached the host; data about the step may then be discarded.
 
         Must not wait for the GPU unless ``gradient`` or ``forward`` was called.
         """

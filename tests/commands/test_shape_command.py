@@ -184,7 +184,7 @@ def test_a_class_a_model_and_a_file(models, capsys, target):
         ("shape_lint_models", "package.module:build_model"),
         (":build", "package.module:build_model"),
         ("no_such_module_here:x", "there is no module 'no_such_module_here'"),
-        ("missing.py:x", "missing.py is no file"),
+        ("missing.py:x", "missing.py is not a file"),
         ("shape_lint_models:nothing", "has no 'nothing': it has Small, clean"),
         ("shape_lint_models:constant", "is an int"),
         ("shape_lint_models:number", "returned an int"),
@@ -240,7 +240,7 @@ def test_fail_on_a_severity_an_id_and_none(models, capsys):
 
 
 def test_bad_gpu_and_dtype(models):
-    assert "no GPU known here" in refused("shape_lint_models:Small", "--gpu", "hoper")
+    assert "not a GPU known here" in refused("shape_lint_models:Small", "--gpu", "hoper")
     refusal = refused("shape_lint_models:Small", "--dtype", "fp16x", "--input", "4,1023")
     assert "autocast takes float16 or bfloat16" in refusal
 
@@ -400,7 +400,7 @@ def test_a_baseline_for_another_gpu_or_dtype_is_reported(models, capsys):
         ),
         (None, "there is no baseline"),
         ("", "can't be read"),
-        ("[1]", "is no baseline"),
+        ("[1]", "is not a baseline"),
         ('{"schema": "mpinspect.shapes.baseline", "schema_version": 1}', "damaged"),
         ('{"schema": "mpinspect.shapes.baseline", "schema_version": 1, "findings": [3]}', "damaged"),
     ],
@@ -428,7 +428,7 @@ def linear_model():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"gpu": "hoper"}, "no GPU known here"),
+        ({"gpu": "hoper"}, "not a GPU known here"),
         ({"gpu": 9}, "an architecture as 'hopper'"),
         ({"dtype": "fp17"}, "autocast takes float16 or bfloat16"),
         ({"dtype": torch.int64}, "autocast takes float16 or bfloat16"),

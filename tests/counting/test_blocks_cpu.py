@@ -147,7 +147,7 @@ def test_a_negated_view_and_a_zero_tensor() -> None:
     assert blocks.count_blocks(none).zeros == 128
 
 
-def test_a_tensor_whose_memory_was_given_back_is_not_read() -> None:
+def test_a_tensor_whose_memory_was_freed_is_not_read() -> None:
     x = torch.ones(4, 32)
     x.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="storage of size 0"):

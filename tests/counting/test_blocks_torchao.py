@@ -71,7 +71,7 @@ def test_quantised_values_equal_those_of_to_mx(name: str, format: Quantization) 
 
 
 @pytest.mark.parametrize("format", FORMATS[:2], ids=lambda each: each.element)
-def test_torchaos_rceil_is_no_oracle_one_unit_above_the_cut(format: Quantization) -> None:
+def test_torchaos_rceil_is_not_an_oracle_one_unit_above_the_cut(format: Quantization) -> None:
     """In eager code it rounds the logarithm up in FP32, where that of the next number is still the power of two."""
     cut = torch.tensor(format.format.max_significand)
     above = torch.nextafter(cut, torch.tensor(2.0))

@@ -478,7 +478,7 @@ def test_quantized_and_nested_tensors_are_refused() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES[:6], ids=str)
 @pytest.mark.parametrize("divisor", [1000.0, -3.0, 448 / 0.37])
-def test_dividing_by_a_scale_that_is_no_power_of_two(dtype: torch.dtype, divisor: float) -> None:
+def test_dividing_by_a_scale_that_is_not_a_power_of_two(dtype: torch.dtype, divisor: float) -> None:
     tensor = log_uniform(dtype, 6)
     with np.errstate(invalid="ignore"):
         expected = exact_values(tensor) / divisor

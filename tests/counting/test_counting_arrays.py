@@ -238,7 +238,7 @@ def test_numbers_and_lists_of_numbers() -> None:
 
 @pytest.mark.parametrize("thing", [None, "text", object(), True, {"a": 1.0}])
 def test_objects_other_than_arrays_are_refused(thing: object) -> None:
-    with pytest.raises(TypeError, match="is no array"):
+    with pytest.raises(TypeError, match="is not an array"):
         on_host(thing)
 
 

@@ -267,9 +267,9 @@ def test_nvjet_takes_the_gpus_architecture():
 
 
 def test_an_unknown_gpu_is_refused_with_the_list():
-    with pytest.raises(ValueError, match=r"no GPU known here.*hopper.*H100 PCIe"):
+    with pytest.raises(ValueError, match=r"not a GPU known here.*hopper.*H100 PCIe"):
         classify_kernel("volta_sgemm_128x64_nn", gpu="pascal")
-    with pytest.raises(ValueError, match=r"no GPU known here"):
+    with pytest.raises(ValueError, match=r"not a GPU known here"):
         classify_kernel("elementwise", gpu="pascal")
 
 
@@ -411,7 +411,7 @@ def test_kinds(name, verdict, kind):
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
-        # "threadblock::" is no namespace of composable_kernel's.
+        # "threadblock::" is not a namespace of composable_kernel's.
         (
             "void cutlass::Kernel<cutlass::gemm::kernel::GemmGrouped<cutlass::gemm::threadblock::MmaTensorOp>>(P)",
             "native",

@@ -127,9 +127,9 @@ def test_errors_for_wrong_arguments_have_advice(training):
         mpinspect.profile_kernels(training.model.state_dict())
     with pytest.raises(ValueError, match="warmup=-1"):
         mpinspect.profile_kernels(training.step, warmup=-1)
-    with pytest.raises(ValueError, match=r"'pascal' is no GPU known here"):
+    with pytest.raises(ValueError, match=r"'pascal' is not a GPU known here"):
         mpinspect.profile_kernels(training.step, gpu="pascal")
-    with pytest.raises(ValueError, match=r"'pascal' is no GPU known here"):
+    with pytest.raises(ValueError, match=r"'pascal' is not a GPU known here"):
         mpinspect.read_trace(TRACES / "a100_triton.json.gz", gpu="pascal")
     with pytest.raises(TypeError, match=r"model must be the torch.nn.Module.*int"):
         mpinspect.profile_kernels(training.step, model=3)

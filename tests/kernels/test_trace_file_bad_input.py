@@ -130,7 +130,7 @@ def test_damaged_gzip_gives_the_events_before_the_damage(tmp_path):
     assert read.operators > 0
     assert "cut short or damaged: its gzip data are" in read.notes[0]
     # The note covers only the part that could be read.
-    assert "What could be read has no GPU kernels" in read.notes[1]
+    assert "The readable part has no GPU kernels" in read.notes[1]
 
 
 def test_a_wrong_checksum_is_noted(tmp_path):
@@ -356,7 +356,7 @@ def test_torchs_own_trace_of_another_accelerator_is_named(tmp_path, category, ac
     assert report.ranks[0].operators == 1
 
 
-def test_a_name_of_a_torch_trace_is_no_mark_of_another_profiler(tmp_path):
+def test_a_name_of_a_torch_trace_is_not_a_mark_of_another_profiler(tmp_path):
     """Only traces without GPU kernels are examined: a torch trace may name jax or TensorFlow anywhere."""
     events = [kernel("jax_jit_fusion"), process("/device:GPU:0"), thread("TensorFlow Ops")]
     assert len(read_trace_file(written(tmp_path, json.dumps({"traceEvents": events}))).kernels) == 1

@@ -80,7 +80,7 @@ def test_the_inspector_runs_at_toy_sizes(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_synchronisation_of_the_bare_loop_is_seen():
+def test_a_synchronisation_of_the_bare_loop_is_detected():
     training = gpu_overhead.Training(gpu_overhead.subjects(tiny=True)[0], "cuda")
     training.step()
     # GradScaler reads found_inf once a step.

@@ -236,7 +236,7 @@ def test_values_flushed_before_counting_make_the_need_unknown():
     assert "To find out whether one is needed, run at a loss scale of at least 2^" in page
 
 
-# -- windows that are no evidence ---------------------------------------------------------------------------------------
+# -- windows that are not evidence ---------------------------------------------------------------------------------------
 
 
 def test_no_scale_is_suggested_after_a_divergence():
@@ -250,7 +250,7 @@ def test_no_scale_is_suggested_after_a_divergence():
     assert finding(report, "training-diverged").severity == "warning"
 
 
-def test_large_gradients_from_the_start_are_no_divergence():
+def test_large_gradients_from_the_start_are_not_a_divergence():
     """The loss is a sum over many samples."""
     blocks = [{weight("w"): spread({10: 1000, 20: 10})}] * 4
     assert analyse(session_of(*blocks)).loss_scale.recommended == 2.0**-9

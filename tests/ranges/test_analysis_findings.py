@@ -302,7 +302,7 @@ def test_a_healthy_network_under_fp16_autocast_has_info_findings_only(log2_scale
     assert report.loss_scale.needed is not True
 
 
-def test_many_flushed_elements_of_negligible_sum_are_no_finding():
+def test_many_flushed_elements_of_negligible_sum_are_not_a_finding():
     """Half of the elements are flushed, but their sum is less than a millionth of the total."""
     report = analyse(session_of({activation("pool"): spread({-35: 5000, -12: 5000})}))
     assert report.layers[0].flushed_fraction.estimate == 0.5
@@ -356,7 +356,7 @@ def test_a_run_with_a_scaler_is_told_where_to_begin_and_not_to_take_a_scaler(has
 
 
 @pytest.mark.parametrize(("bursts", "severity"), [([20], "info"), ([20, 45, 70], "warning"), ([86], "warning")])
-def test_one_search_for_a_lower_scale_is_no_fault_if_it_ended(bursts, severity):
+def test_one_search_for_a_lower_scale_is_not_a_fault_if_it_ended(bursts, severity):
     """Gradients may grow once, as at new data."""
     events = [event(start + more, loss_scale=2.0 ** (16 - more)) for start in bursts for more in range(12)]
     assert found(steps_with(events), "non-finite-event").severity == severity

@@ -94,7 +94,7 @@ def test_there_is_no_advice_without_finite_gradients(nothing):
 
 
 @pytest.mark.parametrize("wrong", [3.0, [1, 2], {"a": "b"}])
-def test_arguments_that_are_no_histograms_are_refused(wrong):
+def test_arguments_that_are_not_histograms_are_refused(wrong):
     with pytest.raises(TypeError, match="count_exponents"):
         recommend_loss_scale(wrong)
 

@@ -92,7 +92,7 @@ def test_a_bias_is_compared_with_the_weight_if_the_outputs_gradient_is_unknown()
 
 
 def test_only_plain_biases_can_be_noise():
-    """A fused bias of another name is not added at the output, and a matrix is no sum over the output."""
+    """A fused bias of another name is not added at the output, and a matrix is not a sum over the output."""
     for name, shape in (
         ("conv.bias_ih_l0", (CHANNELS,)),
         ("conv.in_proj_bias", (CHANNELS,)),

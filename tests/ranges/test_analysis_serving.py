@@ -68,7 +68,7 @@ def test_a_tensor_without_values_needs_no_scale():
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 1.0, -1.0, math.nan])
-def test_a_tolerance_that_is_no_share_is_refused(tolerance):
+def test_a_tolerance_that_is_not_a_share_is_refused(tolerance):
     with pytest.raises(ValueError, match="share of the L1 mass"):
         least_log2_scale(spread({0: 1}), FLOAT16, tolerance)
 

@@ -345,7 +345,7 @@ def test_a_share_outside_of_0_to_1_is_refused(bad: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [True, False, "2%", [0.1]])
-def test_a_budget_that_is_no_number_is_refused(bad: Any) -> None:
+def test_a_budget_that_is_not_a_number_is_refused(bad: Any) -> None:
     with pytest.raises(TypeError, match=r"max_overhead=.*give a number"):
         Inspector(nn.Linear(1, 1), max_overhead=bad)
 

@@ -104,7 +104,7 @@ def test_a_tensor_with_values_outside_of_fp16_was_never_rounded_to_it(outside: f
     assert window.gradient_peaks == {-4: 2}
 
 
-def test_a_scale_on_the_device_that_is_no_power_of_two_drops_the_sample() -> None:
+def test_a_scale_on_the_device_that_is_not_a_power_of_two_drops_the_sample() -> None:
     tally, dropped, _ = _tally()
     scale = BackwardScale(None, torch.tensor(1000.0), power_of_two=True)
     tally.add(Sample(KEY, count(torch.ones(3)), 3, "float32", scale=scale))
@@ -186,7 +186,7 @@ def test_row_layouts_are_recognised_by_length() -> None:
 
 
 def test_an_overflow_in_fp16_has_the_smallest_overflowing_peak_at_its_scale() -> None:
-    """The largest remaining finite value is no estimate of the overflowed one."""
+    """The largest remaining finite value is not an estimate of the overflowed one."""
     tally, _, _ = _tally()
     scale = from_number(2.0**20)
     values = torch.tensor([float("inf"), 2.0], dtype=torch.float16)

@@ -129,7 +129,7 @@ def test_a_run_has_no_difference_from_itself():
     )
 
 
-def test_a_difference_of_one_element_is_no_move():
+def test_a_difference_of_one_element_is_not_a_move():
     first = training()
     windows = list(first.windows)
     changed = drawn(-12, 7)
@@ -164,7 +164,7 @@ def test_another_seed_causes_no_move(seed):
     assert max(change.beyond_fraction for change in diff.layers) < LEAST_BEYOND / 5
 
 
-def test_random_differences_of_small_tensors_are_no_move():
+def test_random_differences_of_small_tensors_are_not_a_move():
     """With 64 elements and another seed, more than a tenth of the elements have other exponents."""
     first, second = (
         run([window(step, step, {LAYER: drawn(-12, seed + step, 64)}) for step in range(20)]) for seed in (0, 100)

@@ -269,7 +269,7 @@ def test_a_head_is_known_by_the_models_output():
 
 
 @pytest.mark.parametrize("name", ["blocks.0.output", "blocks.3.attention.output", "fc"])
-def test_an_output_inside_of_a_block_is_no_head(name):
+def test_an_output_inside_of_a_block_is_not_a_head(name):
     assert "narrow-head" not in ids(of(LayersRecord((name,), "Linear", (32, 64), TENSORWISE, "torchao")))
 
 

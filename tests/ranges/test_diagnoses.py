@@ -572,7 +572,7 @@ def mask_given_to_blocks(broken):
 
 
 def infinity_beside_a_mask(broken):
-    """Put -inf into the features; a layer that takes only features shows that they are no mask."""
+    """Put -inf into the features; a layer that takes only features shows that they are not a mask."""
     model = MaskedBlocks()
 
     def loss_of(model, x, y, step):
@@ -1138,7 +1138,7 @@ def test_weights_that_explode_with_a_finite_loss_are_reported():
     assert "times the first one" in finding.message
 
 
-def test_an_infinite_derivative_is_no_overflow_of_bf16():
+def test_an_infinite_derivative_is_not_an_overflow_of_bf16():
     model = mlp(torch.bfloat16)
 
     def loss_of(model, x, y, step):
@@ -1150,7 +1150,7 @@ def test_an_infinite_derivative_is_no_overflow_of_bf16():
     assert report.loss_scale.needed is False
 
 
-def test_backwards_without_an_optimizer_step_are_no_training():
+def test_backwards_without_an_optimizer_step_are_not_training():
     model = mlp()
     with Inspector(model) as inspector:
         for x, y in batches(6, torch.float32):
@@ -1501,7 +1501,7 @@ def test_a_regulariser_that_always_overflows_is_reported_as_never_acting(first):
 
 
 @pytest.mark.parametrize("unscaled", ["beside", "between", "two scalers"])
-def test_a_second_loss_with_another_scale_is_no_fall_of_the_first_scale(unscaled):
+def test_a_second_loss_with_another_scale_is_not_a_fall_of_the_first_scale(unscaled):
     """The second loss is unscaled, in the same step or in its own, or another scaler scales it."""
     model, alone = mlp(), nn.Linear(4, 4)
     both = nn.ModuleList([model, alone])
@@ -1623,7 +1623,7 @@ def test_each_group_frozen_by_a_name_prefix_is_listed():
     )
 
 
-def test_frozen_blocks_without_an_ambiguous_prefix_are_no_finding():
+def test_frozen_blocks_without_an_ambiguous_prefix_are_not_a_finding():
     assert not _frozen_by_prefix("left.1.", "left.10.", "left.5.")
     assert not _frozen_by_prefix(*(f"left.{number}." for number in range(1, 23)))
 
@@ -2205,7 +2205,7 @@ def test_a_disabled_scaler_in_fp16_is_named(settings, said, code):
     assert report.verdict.precision.endswith("GradScaler disabled.")
 
 
-def test_a_disabled_scaler_in_bf16_is_no_finding():
+def test_a_disabled_scaler_in_bf16_is_not_a_finding():
     model = mlp()
     report = train(model, 1e-3, scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=torch.bfloat16)
     assert report.verdict.healthy is True

@@ -80,17 +80,17 @@ def exported(step, model):
 
 
 @pytest.mark.parametrize("change", [restored, widened, exported])
-def test_weights_in_fp32_at_each_step_are_no_finding(change):
+def test_weights_in_fp32_at_each_step_are_not_a_finding(change):
     model = mlp()
     assert named(train(model, sgd(model), change), "model-converted") == []
 
 
-def test_a_model_in_bf16_from_the_start_is_no_finding():
+def test_a_model_in_bf16_from_the_start_is_not_a_finding():
     model = mlp(torch.bfloat16)
     assert named(train(model, sgd(model)), "model-converted") == []
 
 
-def test_a_model_that_becomes_wider_is_no_finding():
+def test_a_model_that_becomes_wider_is_not_a_finding():
     model = mlp(torch.bfloat16)
     report = train(
         model, torch.optim.SGD(model.parameters(), lr=0.01), lambda step, model: step == 11 and model.float()
@@ -98,7 +98,7 @@ def test_a_model_that_becomes_wider_is_no_finding():
     assert named(report, "model-converted") == []
 
 
-def test_a_second_phase_with_an_optimizer_of_its_own_is_no_finding():
+def test_a_second_phase_with_an_optimizer_of_its_own_is_not_a_finding():
     model = mlp()
     with Inspector(model) as inspector:
         for dtype in (torch.float32, torch.bfloat16):

@@ -172,7 +172,7 @@ def test_weights_that_broke_with_finite_gradients_are_reported_with_other_infini
             # tanh of an infinity is 1, and its gradient is zero.
             model(torch.ones(3, 4)).square().mean().backward()
             optimizer.step()
-    seen = "in the steps taken was finite, but in step 1, where the activation of '0' (Linear) held an inf"
+    seen = "in the steps taken was finite, except in step 1, where the activation of '0' (Linear) held an inf"
     assert [seen in each.message for each in inspector.report().findings if each.severity == "error"] == [True]
 
 
@@ -197,7 +197,7 @@ def test_broken_weights_are_reported_after_a_harmless_event() -> None:
     assert (events[0].skipped, events[-1].phase, events[-1].tensor) == (True, "end", "2.bias")
 
 
-def test_finite_weights_and_frozen_weights_are_no_event() -> None:
+def test_finite_weights_and_frozen_weights_are_not_an_event() -> None:
     model = _network()
     with torch.no_grad():
         model[0].bias.fill_(-math.inf)
@@ -209,7 +209,7 @@ def test_finite_weights_and_frozen_weights_are_no_event() -> None:
     assert inspector.session().events == ()
 
 
-def test_weights_infinite_from_the_start_or_uninitialized_are_no_event() -> None:
+def test_weights_infinite_from_the_start_or_uninitialized_are_not_an_event() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -228,7 +228,7 @@ def test_weights_infinite_from_the_start_or_uninitialized_are_no_event() -> None
     assert not any("failed" in note for note in inspector.session().notes)
 
 
-def test_a_sparse_parameter_is_no_event() -> None:
+def test_a_sparse_parameter_is_not_an_event() -> None:
     model = nn.Linear(2, 1)
     model.register_parameter("first", nn.Parameter(torch.eye(3).to_sparse()))
     model._parameters = {name: model._parameters[name] for name in ("first", "weight", "bias")}
@@ -252,7 +252,7 @@ def test_a_second_detach_finishes_an_interrupted_one(monkeypatch: pytest.MonkeyP
     assert inspector.session().progress.ended
 
 
-def test_weights_restored_between_two_trainings_are_no_event(tmp_path: Path) -> None:
+def test_weights_restored_between_two_trainings_are_not_an_event(tmp_path: Path) -> None:
     launched.write(
         tmp_path,
         """
@@ -331,7 +331,7 @@ def _scaled(
     return inspector
 
 
-def test_a_loss_that_its_targets_make_infinite_is_no_overflow_of_fp16() -> None:
+def test_a_loss_that_its_targets_make_infinite_is_not_an_overflow_of_fp16() -> None:
     inspector = _scaled(_ctc)
     session, report = inspector.session(), inspector.report()
     assert {(event.what, event.dtype) for event in session.events} == {("loss", "float32")}
@@ -376,7 +376,7 @@ def test_a_loss_that_overflows_in_fp16_is_named_in_the_fix() -> None:
     assert "the model" not in fallen.fix
 
 
-def test_a_logarithm_of_an_overflowed_value_is_no_cause() -> None:
+def test_a_logarithm_of_an_overflowed_value_is_not_a_cause() -> None:
     inspector = _scaled(_likelihood, lambda step: step >= 3)
     assert not any(each.what.startswith("examined-") for each in inspector.session().measurements)
     report = inspector.report()
@@ -417,7 +417,7 @@ def test_a_parameter_multiplied_by_a_masks_infinity_is_named(operator: str) -> N
     assert {finding.severity for finding in others} == {"info"}
 
 
-def test_a_masks_infinity_without_a_non_finite_gradient_is_no_cause() -> None:
+def test_a_masks_infinity_without_a_non_finite_gradient_is_not_a_cause() -> None:
     model = nn.Linear(4, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mask = torch.zeros(5, 6, dtype=torch.bool)
@@ -614,7 +614,7 @@ def test_the_report_names_an_exception_before_the_first_backward() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0), SystemExit()])
-def test_an_interrupt_or_a_successful_exit_is_no_failure(error: BaseException) -> None:
+def test_an_interrupt_or_a_successful_exit_is_not_a_failure(error: BaseException) -> None:
     inspector = _crashed("data", error=error)
     assert inspector.session().ended_by is None
     assert inspector.report().verdict.healthy

@@ -1,4 +1,4 @@
-"""The map of the page: what its script works out is what Python does, and a browser shows it."""
+"""The map of the page: its script computes the same figures as Python, and a browser shows them."""
 
 import base64
 import gzip
@@ -45,7 +45,7 @@ SCALES = (-130, -24, -9, -8, -1, 0, 1, 7, 12, 13, 16, 24, 31, 40, 150)
 
 
 def in_node(driver: str, given: Any) -> Any:
-    """Run the script's functions under Node; what the driver returns as JSON."""
+    """Run the script's functions under Node; return the driver's result, decoded from JSON."""
     if NODE is None:
         pytest.skip("needs Node.js, which is not installed")
     # An argument's length is limited.
@@ -203,7 +203,7 @@ def test_a_page_allows_its_own_script_and_no_other() -> None:
     (script,) = re.findall(r'<script type="module">(.*?)</script>', page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'\"" in page
-    # A link that a reader may follow is no request; nothing else has an address.
+    # A link that a reader may follow is not a request; nothing else has an address.
     assert not re.search(r"""src=|@import|url\(|fetch\(|<(?!a )[^>]*href=""", page)
     assert page.count("data-widget=") == 1
     # Where scripts do not run the tables say it.
@@ -417,7 +417,7 @@ def test_the_step_slider_and_its_keys(browser: Any, tmp_path: Path) -> None:
     assert page.troubles == []
 
 
-def test_the_curves_and_what_happened(browser: Any, tmp_path: Path) -> None:
+def test_the_curves_and_the_events(browser: Any, tmp_path: Path) -> None:
     session = eventful()
     report = analyse(session)
     page = opened(browser, report.save(tmp_path / "a.html"), "#kind=activation_gradient")
@@ -563,7 +563,7 @@ def test_of_several_models_one_map_has_a_switch(browser: Any, tmp_path: Path) ->
     page.locator(".explorer input[type=range]").first.fill("12")
     page.select_option("[data-widget] select >> nth=0", label="<b>Critic")
     page.wait_for_selector("tr[data-name='שכבה.1.weight']")
-    # What was chosen in one model holds for the other, and the address leads to this one.
+    # The choices made for one model apply to the other too, and the address leads to the current one.
     session = by_name["<b>Critic"]
     assert shown(page)["שכבה.1.weight"] == expected(session, "weight_gradient", "שכבה.1.weight", "float16", 12)
     address = page.evaluate("location.hash")
@@ -591,7 +591,7 @@ def test_the_maps_of_all_models_move_together(browser: Any, tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def axe() -> str:
-    """The source of axe-core, which checks a page for what keeps people from reading it."""
+    """The source of axe-core, which checks the accessibility of a page."""
     found = next((path for place in NODE_PLACES if (path := place / "axe-core" / "axe.min.js").is_file()), None)
     if found is None:
         pytest.skip("needs axe-core: make .venv/.js")

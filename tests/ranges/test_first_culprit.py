@@ -128,7 +128,7 @@ PLANTS = [
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:For backward hooks to be called")
 @pytest.mark.parametrize(("name", "place", "value"), PLANTS)
 def test_the_planted_module_step_and_phase_are_named(name: str, place: str, value: float) -> None:
-    """This holds for every module, at a step that is not sampled. Neighbouring places share the many modules of GPT-2."""
+    """The value is planted in every module, at a step that is not sampled. Of GPT-2's many modules each place takes one half."""
     places = FORWARD_PLANTS + BACKWARD_PLANTS
     _check_every_module(name, place, value, PLANTED_AT, every_other=places.index(place) % 2 if name == "gpt2" else None)
 
@@ -378,7 +378,7 @@ def test_an_overflow_of_the_loss_before_scaling_is_named() -> None:
     assert "loss function" in event.explanation
 
 
-def test_an_infinite_scaled_loss_with_finite_gradients_is_no_event() -> None:
+def test_an_infinite_scaled_loss_with_finite_gradients_is_not_an_event() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)

@@ -233,7 +233,7 @@ def test_squares_that_a_checkpoint_in_float16_has_lost_are_reported(late):
 
 
 @pytest.mark.parametrize("change", [torch.Tensor.clone, torch.Tensor.bfloat16, torch.zeros_like])
-def test_states_that_a_checkpoint_holds_are_no_fault(change):
+def test_states_that_a_checkpoint_holds_are_not_a_fault(change):
     assert "moments-flushed" not in resumed(change)
 
 
@@ -242,7 +242,7 @@ def test_flushed_squares_are_a_warning_while_the_weights_stay():
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 0.01), (torch.bfloat16, 0.01), (torch.float16, 1e4)])
-def test_states_that_hold_their_squares_are_no_fault(dtype, size):
+def test_states_that_hold_their_squares_are_not_a_fault(dtype, size):
     assert "moments-flushed" not in of_small_adam(dtype, size=size)
 
 

@@ -1,4 +1,4 @@
-"""The first screen of a page: what it says without scripts, and what a browser shows of it."""
+"""The first screen of a page: its text without scripts, and its rendering in a browser."""
 
 import html as markup
 import re
@@ -55,7 +55,7 @@ def test_a_finding_that_several_models_share_stands_once() -> None:
     assert "Change in Actor, Critic: " in " ".join(panel.split())
 
 
-def test_a_headline_names_all_models_of_which_it_is_true() -> None:
+def test_a_headline_names_all_models_that_share_it() -> None:
     healthy = ModelPart("Third", analyse(replace(broken(nan_from=99), events=())))
     parts = tuple(ModelPart(name, analyse(broken())) for name in ("Actor", "Critic"))
     report = RunReport("train.py", "ended", (*parts, healthy), log_dir="runs/a")
@@ -267,7 +267,7 @@ def test_a_run_without_a_model_says_on_its_first_screen_why():
     assert page.count("the other sentence") == 0
 
 
-def test_shapes_stand_beside_the_layers_only_if_one_is_to_change():
+def test_the_map_shows_shapes_only_if_one_is_to_change():
     parts = (ModelPart("Net", analyse(broken(module="hidden", tensor="hidden"))),)
     for is_detail, column in ((False, ("shapes",)), (True, ())):
         notes = module_notes(replace(with_speed(*parts), is_shape_detail=is_detail))["Net"]
@@ -539,7 +539,7 @@ def two_runs() -> DiffReport:
     return diff(first, replace(first, windows=windows))
 
 
-def test_a_page_on_two_runs_begins_with_what_changed():
+def test_a_page_on_two_runs_begins_with_the_changes():
     page = render(two_runs(), ".html")
     assert "They part at step 5" in part(page, "header", "bar")
     assert "They part at step 5: " in part(page, "section", "panel")
@@ -639,7 +639,7 @@ def several_models() -> DiffReport:
     return DiffReport(side, replace(side, path="runs/b"), (ModelDiff("Critic", same), ModelDiff("Generator", made)))
 
 
-def test_a_page_on_several_models_of_two_runs_begins_with_what_changed():
+def test_a_page_on_several_models_of_two_runs_begins_with_the_changes():
     page = render(several_models(), ".html")
     assert "They part at step 5" in part(page, "header", "bar")
     panel = part(page, "section", "panel")
@@ -661,7 +661,7 @@ def test_a_switch_leads_to_the_maps_of_each_model_of_two_runs(browser: Any, tmp_
     ]
     switch.select_option(index=1)
     # The Critic's did not move: they are shown all the same.
-    page.wait_for_selector(".explorer .said:text('None moved by more than it does by itself; all are shown.')")
+    page.wait_for_selector(".explorer .said:text('None moved beyond its normal variation; all are shown.')")
     assert page.locator(".compared tbody tr").count() == 6
     # A finding leads to its model.
     page.click(".panel .finding summary >> nth=0")
@@ -747,7 +747,7 @@ def test_narrow_regions_of_a_format_are_named_as_far_as_the_names_have_room(brow
         )
 
 
-def test_of_a_fault_in_no_layer_the_rows_are_pale(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_a_fault_outside_of_the_layers_leaves_all_rows_pale(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, found_in("").save(tmp_path / "a.html"), viewport=SCREEN)
     in_layer = opened(browser, found_in("blocks.0.fc2").save(tmp_path / "b.html"), viewport=SCREEN)
     strips = [each.locator(".explorer figure.steps svg").first.bounding_box() for each in (page, in_layer)]
@@ -886,7 +886,7 @@ def test_of_zeros_alone_a_sentence_stands_in_place_of_the_curve(browser: Any, tm
     assert page.troubles == []
 
 
-def test_a_phone_shows_the_figure_that_tells(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+def test_a_phone_shows_the_column_of_the_fault(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=PHONE)
     heads = page.locator(".explorer thead th:visible")
     assert heads.all_text_contents()[2] == "flushed"

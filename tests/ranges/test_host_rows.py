@@ -142,7 +142,7 @@ def test_a_gradient_that_cannot_be_counted_does_not_lose_the_others() -> None:
     tally.count_together(waiting)
     assert waiting[1].found is None
     ((reason, keys),) = tally.unread.take_new().items()
-    assert (keys, "memory has been given back" in reason) == ([TensorKey("weight", "weight_gradient")], True)
+    assert (keys, "memory has been freed" in reason) == ([TensorKey("weight", "weight_gradient")], True)
     assert tally.unread.take_new() == {}
     for number in (0, 2):
         assert torch.equal(row_of(waiting[number]), reference.count(gradients[number]))
@@ -169,7 +169,7 @@ def test_counts_are_equal_with_and_without_numba(monkeypatch: pytest.MonkeyPatch
 def test_a_tensor_without_its_memory_raises_an_error() -> None:
     values = torch.randn(10)
     values.untyped_storage().resize_(0)
-    with pytest.raises(ValueError, match="memory has been given back"):
+    with pytest.raises(ValueError, match="memory has been freed"):
         count_exponents(values)
 
 
@@ -230,7 +230,9 @@ def test_a_gradient_that_cannot_be_counted_in_a_training_does_not_lose_the_other
             hidden = model[0](torch.ones(4, 6))
             if step < 4:
                 hidden.register_hook(take_memory)
-            with pytest.warns(mpinspect.MpinspectWarning, match="given back") if step == 0 else nullcontext():
+            with (
+                pytest.warns(mpinspect.MpinspectWarning, match="memory has been freed") if step == 0 else nullcontext()
+            ):
                 model[2](hidden).square().mean().backward()
             if step < 4:
                 model[2].weight.grad = None
@@ -240,7 +242,7 @@ def test_a_gradient_that_cannot_be_counted_in_a_training_does_not_lose_the_other
     assert samples == {"0.weight": 8, "0.bias": 8, "2.weight": 4, "2.bias": 8}
 
 
-def test_gradients_whose_counting_was_interrupted_are_no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_whose_counting_was_interrupted_are_not_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C leaves rows with the counts of another step."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -155,8 +155,8 @@ def put(name: str, numbers: Any) -> Callable[[dict[str, Any], dict[str, np.ndarr
         (put("max_significand", [np.inf, 1.0]), "impossible number in 'max_significand'"),
         (put("samples", [1.0, 2.0]), "no column 'samples', or one of a wrong type"),
         (put("key", [0, 0]), "has a tensor twice"),
-        (put("key", [0, 2]), "a tensor that has no name"),
-        (put("key", [0, -1]), "a tensor that has no name"),
+        (put("key", [0, 2]), "a tensor without a name"),
+        (put("key", [0, -1]), "a tensor without a name"),
         (put("context", [0, 9]), "refers to a context that is not there"),
         (lambda header, columns: header.update(gradient_peaks=[["x", 1]]), "gradient_peaks.exponent is 'x'"),
         (lambda header, columns: header.update(gradient_peaks=[[0, 0]]), "gradient_peaks.steps is 0"),
@@ -359,7 +359,9 @@ def test_names_from_files_are_escaped_on_terminals_and_in_markdown(
     assert STEERING in json.dumps(json.loads(document), ensure_ascii=False).replace("\\", "") or "\\u001b" in document
 
 
-def test_names_from_files_are_no_escape_sequences_on_a_colour_terminal(run_directory: Path, trace: Path) -> None:
+def test_escape_sequences_in_names_from_files_are_not_sent_to_a_colour_terminal(
+    run_directory: Path, trace: Path
+) -> None:
     import io
     import re
 
@@ -422,7 +424,7 @@ def test_arguments_in_errors_are_escaped(words: list[str], capsys: pytest.Captur
         ({"findings": [{"id": NAME, "layer": NAME, "size": 3}]}, "1 gone"),
         ({"findings": [{"id": "a", "layer": "", "size": 10**400}]}, "is damaged (findings.size is"),
         ({"findings": [{"id": NAME, "layer": "", "size": NAME}]}, "is damaged (findings.size is"),
-        ({"schema": NAME}, "is no baseline"),
+        ({"schema": NAME}, "is not a baseline"),
         ({"schema_version": NAME}, "of another version"),
         ({"schema_version": [[[[1]]]]}, "of another version"),
         ({"gpu": 3}, "is damaged (gpu is 3, not text)"),

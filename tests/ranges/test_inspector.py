@@ -93,7 +93,7 @@ def test_wrong_arguments_raise_an_error_that_names_them(
         Inspector(nn.Linear(1, 1), **options)
 
 
-def test_a_model_that_is_no_module_is_refused() -> None:
+def test_a_model_that_is_not_a_module_is_refused() -> None:
     with pytest.raises(TypeError, match="not function"):
         Inspector(lambda x: x)  # type: ignore[arg-type]
 

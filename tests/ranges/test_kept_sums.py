@@ -106,7 +106,7 @@ class Kept:
     @torch.no_grad()
     def at_its_target(self, loss):
         for mine in self.average.parameters():
-            # One part in 256 away, of which a tenth is rounded away.
+            # The target is one part in 128 away; a tenth of that distance is rounded away.
             mine.lerp_(mine * (1 + 2**-7), 0.1)
 
     def summed(self, loss):

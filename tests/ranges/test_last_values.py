@@ -325,11 +325,11 @@ def test_reuse_reads_fewer_values_with_the_same_results(
     assert with_it < without
 
 
-@pytest.mark.parametrize("loss_scale", [1024.0, 1000.0], ids=["a power of two", "no power of two"])
+@pytest.mark.parametrize("loss_scale", [1024.0, 1000.0], ids=["a power of two", "not a power of two"])
 def test_reuse_under_a_loss_scale_has_the_same_results(
     monkeypatch: pytest.MonkeyPatch, reads: _Reads, loss_scale: float
 ) -> None:
-    """If the scale is no power of two, the counts are of divided values, but the watch reads the original ones."""
+    """If the scale is not a power of two, the counts are of divided values, but the watch reads the original ones."""
     with_it, without = _with_and_without(monkeypatch, reads, KINDS, loss_scale=loss_scale)
     assert with_it < without
 
@@ -358,7 +358,7 @@ def test_a_gradient_shared_by_a_block_and_its_last_layer_is_read_once(reads: _Re
 
 
 def test_a_shared_gradient_is_divided_and_counted_once(reads: _Reads) -> None:
-    """The scale is no power of two, so the counts are of divided values and cannot replace a reading."""
+    """The scale is not a power of two, so the counts are of divided values and cannot replace a reading."""
     torch.manual_seed(0)
     block = _Block(256)
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)

@@ -173,7 +173,7 @@ def test_gradients_of_a_loss_that_trains_two_models_count_for_both() -> None:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-def test_an_infinite_loss_that_does_not_reach_a_model_is_no_event_for_it(scaled: bool) -> None:
+def test_an_infinite_loss_that_does_not_reach_a_model_is_not_an_event_for_it(scaled: bool) -> None:
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
     scaler = torch.amp.GradScaler("cpu", enabled=True)
     with Inspector(generator) as inspector:

@@ -1,4 +1,4 @@
-"""What a map shows at first: the place where a run broke, FP16 for an FP32 run, a healthy run as it is."""
+"""The first view of a map: the place where a run broke, FP16 for an FP32 run, a healthy run as it is."""
 
 from dataclasses import replace
 from typing import Any

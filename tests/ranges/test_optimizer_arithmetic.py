@@ -215,7 +215,7 @@ def test_operators_in_float32_are_not_computed_twice(foreach, monkeypatch):
 
 
 def test_the_closure_belongs_to_the_loop():
-    """A square of the closure's own, which would be flushed in the step, is no operator of the optimizer."""
+    """A square of the closure's own, which would be flushed in the step, is not an operator of the optimizer."""
     flushed = []
 
     class Closing(Stepping):
@@ -258,7 +258,7 @@ def test_flushed_results_that_the_loop_keeps_are_named(dtype):
     assert "A tensor that persists from step to step takes them." in findings["operator-flushes"].message
 
 
-def test_flushed_results_that_nothing_keeps_are_not_named():
+def test_flushed_results_that_are_freed_are_not_named():
     def after(model):
         for weight in model.parameters():
             (weight.grad * 2.0**-14).half().square().float().sum()

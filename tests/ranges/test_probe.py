@@ -405,7 +405,7 @@ def test_wrong_arguments_raise_an_explained_error(name):
     ("scale", "error"),
     [(0.0, ValueError), (1000, ValueError), (float("inf"), ValueError), ("2", TypeError), (True, TypeError)],
 )
-def test_a_scale_that_is_no_power_of_two_is_refused(scale, error):
+def test_a_scale_that_is_not_a_power_of_two_is_refused(scale, error):
     with pytest.raises(error, match="power of two"):
         probe(*tiny(), loss_scale=scale)
 

@@ -46,7 +46,7 @@ def test_a_division_by_another_scale_is_reported():
     ],
     ids=["constant", "growing", "an average", "clipped", "no scale"],
 )
-def test_divisions_by_the_same_scale_are_no_fault(multiplied, divided):
+def test_divisions_by_the_same_scale_are_not_a_fault(multiplied, divided):
     assert "divided-by-another-scale" not in by_hand(multiplied, divided)
 
 
@@ -355,7 +355,7 @@ def clears_after_the_update(pair, scalers, number):
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("step", [updates_once, updates_after_its_own_backward, clears_after_the_update])
-def test_updates_at_their_place_are_no_fault(step, fused):
+def test_updates_at_their_place_are_not_a_fault(step, fused):
     assert "divided-by-another-scale" not in of_pair(step, fused=fused)
 
 
@@ -391,7 +391,7 @@ def test_gradients_that_are_added_after_the_division_are_reported(clip, fused):
 
 
 @pytest.mark.parametrize("unscales_after", [None, 2])
-def test_gradients_divided_after_the_last_backward_are_no_fault(unscales_after):
+def test_gradients_divided_after_the_last_backward_are_not_a_fault(unscales_after):
     assert "unscale-missing" not in accumulated(unscales_after, clip=unscales_after and 1e-4)
 
 
@@ -500,7 +500,7 @@ def test_a_step_that_the_loop_takes_on_overflowed_gradients_in_place_of_the_scal
     ],
     ids=["by the scaler", "after a check of the norm"],
 )
-def test_guarded_steps_are_no_fault(take_step):
+def test_guarded_steps_are_not_a_fault(take_step):
     assert "scaler-step-missing" not in unguarded(take_step)
 
 
@@ -532,7 +532,7 @@ def test_a_second_step_on_gradients_that_did_not_overflow_is_a_warning():
 
 
 @pytest.mark.parametrize("scale", [2.0**24, 1024.0])
-def test_a_second_step_on_other_gradients_is_no_fault(scale):
+def test_a_second_step_on_other_gradients_is_not_a_fault(scale):
     assert "stepped-beside-scaler" not in unguarded(steps_on_others, scale=scale)
 
 
@@ -724,11 +724,11 @@ def asks_for_gradients(backward, model, optimizer, step):
         *(weighs_tasks, asks_for_gradients),
     ],
 )
-def test_gradients_that_the_loop_uses_otherwise_are_no_fault(loop):
+def test_gradients_that_the_loop_uses_otherwise_are_not_a_fault(loop):
     assert zeroed_between(loop) is None
 
 
-def test_a_generators_gradients_in_the_discriminator_are_no_lost_backward():
+def test_a_generators_gradients_in_the_discriminator_are_not_a_lost_backward():
     torch.manual_seed(0)
     generator, discriminator = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     of_generator, of_discriminator = (

@@ -59,7 +59,7 @@ def net() -> Net:
 
 
 @pytest.mark.parametrize("options", [{}, {"watch": False}, {"capture": KINDS}])
-def test_a_step_has_what_compare_recipes_measures(options):
+def test_a_step_measures_the_same_as_compare_recipes(options):
     names = ["mxfp4", "fp8-tensorwise"]
     expected = mpinspect.compare_recipes(net(), loss_of, [batch(0)], names)
     found = recipe_report(train(net(), 1, names, **options).session())
@@ -132,7 +132,7 @@ def test_a_recipe_of_a_later_version_is_left_out():
     assert recipe_report(session) is None
 
 
-def test_a_run_judges_a_product_of_a_module_that_is_no_linear():
+def test_a_run_judges_a_product_of_a_module_that_is_not_a_linear():
     class Product(nn.Module):
         def __init__(self):
             super().__init__()

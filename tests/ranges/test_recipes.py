@@ -189,7 +189,7 @@ def test_sizes_that_kernels_refuse_are_kept_wide() -> None:
     assert report.unsuited(recipe) == report.kept_wide(recipe) == ("body.head", "between", "head")
     text = " ".join(str(report).split())
     # Heads stay wide whatever their sizes.
-    assert "Its kernels refuse 'between' (10 is no multiple of 16)." in text
+    assert "Its kernels refuse 'between' (10 is not a multiple of 16)." in text
     assert "KEEP = {'body.head', 'between', 'head'}" in text
 
 
@@ -389,7 +389,7 @@ def test_torchaos_code_for_experts_is_printed_where_it_changes_their_products(fo
     assert kinds == {"weights": "MXFP8TrainingWeightWrapperTensor", "before.weight": "Tensor", "before.bias": "Tensor"}
     assert bool(mxfp8) == (not torch.equal(model(x), expected))
     if form == "grouped":
-        assert "An expert had 40 tokens: no multiple of 16, and torchao 0.18 can't pad them in FP8 rowwise" in text
+        assert "An expert had 40 tokens: not a multiple of 16, and torchao 0.18 can't pad them in FP8 rowwise" in text
         assert (
             "stop after the code above. With cc 10.0, MXFP8 covers 2 of 2 layers, and pads the tokens of experts."
             in text
@@ -459,7 +459,9 @@ def test_a_mode_of_the_loop_does_not_see_how_experts_are_measured() -> None:
     assert numbers[0] == numbers[1]
 
 
-def test_an_error_while_experts_are_measured_is_noted_and_the_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_experts_are_measured_is_noted_and_the_training_continues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(OperandLosses, "multiplied", lambda *_: 1 / 0)
     model = _Experts("loop")
     notes = " ".join(_run(model, torch.randn(96, 64), _CALLS["plain"]).session().notes)
@@ -584,7 +586,7 @@ def test_tokens_that_kernels_refuse_are_padded_or_named(name: str) -> None:
     is_wide, is_mx = bool(recipe.products.wgrad.bits is None), name.startswith("mxfp8")
     assert report.uneven(recipe) == ({} if is_wide else {"blocks.0.0": 40, "blocks.1.0": 40})
     text = " ".join(str(report).split())
-    refuses = "; its kernels refuse 40 tokens in 2 layers (no multiple of 32)"
+    refuses = "; its kernels refuse 40 tokens in 2 layers (not a multiple of 32)"
     assert (refuses in text) == (name == "mxfp8")
     assert (report.converted(recipe), report.runnable(recipe)) == (2, 2 * (name != "mxfp8"))
     assert ("Its first backward raises an error until batches are padded to multiples of 32" in text) == (
@@ -639,7 +641,7 @@ def test_the_least_even_number_is_a_multiple_of_a_power_of_two_only_if_all_are(n
     assert (least_even(0, *numbers), least_even()) == (least, 0)
 
 
-def test_normally_distributed_values_lose_what_the_report_states() -> None:
+def test_normally_distributed_values_lose_the_reported_share() -> None:
     values = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
     for name, said in NORMAL.items():
         found = [
@@ -676,7 +678,7 @@ def test_the_code_converts_what_the_report_plans_and_the_model_trains(name: str)
         for record in converted_layers(find_layers(model, Selection(None, None)))
         for module in record.modules
     }
-    # The head's 10 classes are no multiple of 16, and the attention's projection was not judged.
+    # The head's 10 classes are not a multiple of 16, and the attention's projection was not judged.
     assert ledger == {**dict.fromkeys(("blocks.0.0", "blocks.1.0"), recipe.products), "head": Products()}
     assert type(model.attention.out_proj).__name__ == "NonDynamicallyQuantizableLinear"
     assert {path: id(parameter) for path, parameter in model.named_parameters()} == before
@@ -861,7 +863,7 @@ def test_a_layer_that_is_the_whole_model_has_a_name_and_infinities_are_said_firs
     text = " ".join(str(report).split())
     infinities, verdict = text.index("Operands of the model itself hold infinities or NaN"), text.index("MXFP8 ")
     assert infinities < verdict
-    assert "Its kernels refuse the model itself (20 is no multiple of 32)" in text
+    assert "Its kernels refuse the model itself (20 is not a multiple of 32)" in text
 
 
 def test_an_own_recipe_is_compared() -> None:

@@ -474,10 +474,10 @@ def notes_of(*observed: dict[str, object]) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "blame"),
     [
-        ({"loss_scale": "big"}, "loss_scale='big' is no number"),
-        ({"step": "a"}, "step='a' is no step number"),
-        ({"step": 1.5}, "step=1.5 is no step number"),
-        ({"step": math.inf}, "step=inf is no step number"),
+        ({"loss_scale": "big"}, "loss_scale='big' is not a number"),
+        ({"step": "a"}, "step='a' is not a step number"),
+        ({"step": 1.5}, "step=1.5 is not a step number"),
+        ({"step": math.inf}, "step=inf is not a step number"),
         ({"step": 10**30}, "a step is a whole number below 2^63"),
         ({"step": -(10**30)}, "a step is a whole number below 2^63"),
         ({"kind": ["weight"]}, "kind=['weight'] is none of "),

@@ -261,7 +261,7 @@ def test_a_buffer_that_unrepeated_code_overwrites_is_exact(monkeypatch):
     assert twins == [None]
 
 
-def test_other_random_numbers_of_the_backend_are_no_error():
+def test_other_random_numbers_of_the_backend_are_not_an_error():
     class Dropped(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""The second computation of a step: twins are what torch computes in FP32, and the run's own bits stay."""
+"""The second computation of a step: twins equal torch's results in FP32, and the run's own bits are unchanged."""
 
 import copy
 import math
@@ -133,7 +133,7 @@ OPERATORS = {
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
-def test_a_twin_is_what_torch_computes_in_float32(name, dtype):
+def test_a_twin_equals_torchs_result_in_float32(name, dtype):
     operator = OPERATORS[name]
     a, b = (values(8, 8, seed=seed).to(dtype) for seed in (1, 2))
     plain = operator(a, b)
@@ -407,7 +407,7 @@ def test_each_line_on_which_an_operator_overflows_by_itself_is_recorded_once():
     assert lines == [lines[0], lines[0] + 1]
 
 
-def test_an_epsilon_that_was_rounded_away_is_the_precisions_fault():
+def test_an_epsilon_that_rounds_away_is_blamed_on_the_precision():
     with Twice() as second:
         x = torch.zeros(4).half()
         x / (x + 1e-8)
@@ -461,7 +461,7 @@ def test_a_difference_leads_to_the_addition_that_made_its_operands_equal():
         wide.flatten() - (target + 20030)
     (cancelled,) = records(second, AmplifiedError)
     assert cancelled.names[0] == "sub"
-    # The weight's name, of which there is none, follows the phase.
+    # The last name is the weight's, which does not exist here; it follows the phase.
     assert before(cancelled) == ("add", "bfloat16", 2)
 
 
@@ -575,7 +575,7 @@ def test_a_cast_that_overflows_has_the_exponential_that_made_the_value(argument,
     assert born.names[3].partition(":")[0] == "test_second_computation.py" * bool(exponent)
 
 
-def test_a_sum_of_many_elements_is_judged_by_what_its_additions_lose_together():
+def test_a_sum_of_many_elements_is_judged_by_the_joint_loss_of_its_additions():
     terms = values(1000, 100).abs().bfloat16()
     with Twice() as second:
         total = torch.zeros(100, dtype=torch.bfloat16)
@@ -640,7 +640,7 @@ def test_whole_numbers_that_a_cast_changes():
     assert (changed.changed, changed.of, changed.given, changed.exact) == (2.0, 4.0, 8576.0, 8544.0)
     assert changed.text == "bfloat16"
     with Twice() as second:
-        # Small ids are exact, fractions are rounded on purpose, and a mask is no number.
+        # Small ids are exact, fractions are rounded on purpose, and a mask is not a number.
         ids[:2].bfloat16().long()
         (ids.bfloat16() * 1.01).round().long()
         (ids + 0.25).bfloat16().int()

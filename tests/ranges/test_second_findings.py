@@ -64,7 +64,7 @@ def test_an_absorbed_branch_near_zero_is_information(record, severity):
     assert bool(finding.fix) is (severity == "warning")
 
 
-def test_an_absorbed_operand_is_no_cause_where_another_modules_difference_is():
+def test_an_absorbed_operand_is_not_a_cause_where_another_modules_difference_is():
     difference = AmplifiedError(step=1, names=PLACE, text="bfloat16", before=0.001, after=0.9, gradients_error=1.0)
     assert findings(absorbed(size=1e-3, gradients_error=1.0), difference)["addition-changes-nothing"].severity == "info"
     from_it = replace(difference, names=(*PLACE, "w", "add", "train.py:5", "blocks.1", "bfloat16"))
@@ -677,7 +677,7 @@ def test_an_epsilon_of_ones_own_optimizer_is_inferred_from_the_broken_update(pha
 
 
 @pytest.mark.parametrize(("largest", "is_told"), [(200.0, True), (30_000.0, False)])
-def test_overflows_of_gradients_that_grow_are_no_outliers(largest, is_told):
+def test_overflows_of_gradients_that_grow_are_not_outliers(largest, is_told):
     events = tuple(
         Event(step, 0, "backward", "2", "activation", "2", "inf", scale, (largest,), True, True)
         for step, scale in ((5, 64.0), (8, 32.0), (10, 16.0), (15, 8.0))
@@ -731,7 +731,7 @@ def choices(operator="_to_copy", **figures):
     return ChangedChoices(step=1, names=(operator, "train.py:7", "forward"), text="bfloat16", **figures)
 
 
-def test_choices_are_named_with_what_rounding_did_to_their_numbers():
+def test_choices_are_named_with_the_effect_of_rounding_on_their_numbers():
     floors = findings(choices(whole=0.15))["choices-differ"]
     assert (floors.severity, floors.certainty) == ("warning", "measured")
     assert "300 of 3264, such as 17 in place of 18" in floors.message
@@ -877,7 +877,7 @@ def test_a_bound_that_16_bits_do_not_hold_is_the_cause_of_the_infinity(loss_of, 
     assert found.fix.startswith(f"Compute in FP32 from {says[1]} (test_second_findings.py:")
 
 
-def test_a_bound_that_is_not_reached_is_no_cause():
+def test_a_bound_that_is_not_reached_is_not_a_cause():
     # The argument is a difference of equal terms.
     found = trained(lambda y: (y.clamp_min(1e-9) * 0 + (y.sigmoid() + 1 - 1).square()).log().float().mean(), 1.0)
     assert not any("rounds to 0" in finding.message for finding in found.values())

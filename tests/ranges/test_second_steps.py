@@ -381,7 +381,7 @@ def test_a_logarithm_that_breaks_later_has_the_line_of_its_call_in_the_step_comp
     assert finding.evidence.get("source", "") == "loss = loss + torch.log(1 - p)" * is_second
 
 
-def test_the_code_of_a_closure_is_no_part_of_the_optimizer():
+def test_the_code_of_a_closure_is_not_a_part_of_the_optimizer():
     """Lightning runs the whole training step in a closure of the optimizer."""
     training = Training(second=True)
     training.model.register_buffer("seen", torch.zeros((), dtype=torch.bfloat16))

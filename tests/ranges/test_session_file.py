@@ -107,7 +107,7 @@ def test_numbers_that_json_cannot_represent_are_restored(tmp_path):
     assert read.progress == progress
 
 
-def test_a_name_that_is_no_valid_unicode_is_restored(tmp_path):
+def test_a_name_that_is_not_valid_unicode_is_restored(tmp_path):
     s.Session(notes=("layer \udcff",)).save(tmp_path)
     assert s.Session.load(tmp_path).notes == ("layer \udcff",)
 

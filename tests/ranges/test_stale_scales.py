@@ -1,4 +1,4 @@
-"""What delayed scaling would have clipped, from the maxima of sampled steps, against a simulation step by step."""
+"""The share that delayed scaling would have clipped, from the maxima of sampled steps, against a simulation of each step."""
 
 from dataclasses import replace
 
@@ -106,7 +106,7 @@ def test_sessions_without_counts_are_not_judged():
         stale_scales(Session(), 0)
 
 
-def test_layers_that_are_no_operands_are_left_out():
+def test_layers_that_are_not_operands_are_left_out():
     session = session_of(gradients())
     other = Precision(operands=(OperandRecord("other", "fp8-delayed", "fprop", "input", (32, 32)),))
     assert stale_scales(replace(session, precision=other), 16) == ()

@@ -82,13 +82,13 @@ def trained_on(step, model, optimizer):
     ],
     ids=["moving", "a few steps", "moved at the end", "no gradient", "fp32"],
 )
-def test_weights_that_may_stay_are_no_finding(last, how):
+def test_weights_that_may_stay_are_not_a_finding(last, how):
     model = mlp()
     report, _ = train(model, Stopping(model.parameters(), last=last), **how)
     assert named(report) == []
 
 
-def test_rows_that_no_sample_uses_are_no_finding():
+def test_rows_that_no_sample_uses_are_not_a_finding():
     model = nn.Embedding(100_000, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Inspector(model) as inspector:
@@ -100,7 +100,7 @@ def test_rows_that_no_sample_uses_are_no_finding():
     assert list(recorded(inspector.session().measurements, Standstill)) == []
 
 
-def test_masters_whose_updates_have_not_reached_16_bits_yet_are_no_finding():
+def test_masters_whose_updates_have_not_reached_16_bits_yet_are_not_a_finding():
     model = mlp().bfloat16()
     _, session = train(model, torch.optim.SGD(model.parameters(), lr=1e-9))
     assert list(recorded(session.measurements, Standstill)) == []
@@ -195,11 +195,11 @@ def test_a_rate_of_zero_in_less_than_a_quarter_of_the_steps_is_information():
     ],
     ids=["a warm-up", "a schedule's end", "seven steps", "5% of the run", "at the start", "one group of two"],
 )
-def test_rates_of_zero_that_a_schedule_has_are_no_finding(rate_of, how):
+def test_rates_of_zero_that_a_schedule_has_are_not_a_finding(rate_of, how):
     assert named(with_rates(rate_of, **how)) == []
 
 
-def test_an_optimizer_that_another_one_follows_is_no_finding():
+def test_an_optimizer_that_another_one_follows_is_not_a_finding():
     model = mlp()
     phases = [torch.optim.SGD(model.parameters(), lr=rate) for rate in (0.0, 0.01)]
     with Inspector(model) as inspector:

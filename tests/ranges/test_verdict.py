@@ -337,7 +337,7 @@ def test_the_verdict_summarises_further_warnings():
 
 
 def test_autocast_of_a_compiled_model_is_unknown() -> None:
-    """Autocast is recorded at the calls of modules; without such calls, FP32 weights are no proof of FP32 arithmetic."""
+    """Autocast is recorded at the calls of modules; without such calls, FP32 weights do not prove FP32 arithmetic."""
     session = sessions.word_model()
     weights = replace(session.precision, weights={"float32": 9}, autocast=(), outputs=())
     compiled = replace(session, precision=weights, progress=replace(session.progress, compiled=("",)))

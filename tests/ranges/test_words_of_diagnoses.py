@@ -389,7 +389,7 @@ def test_a_constant_factor_that_is_not_finite_is_seen_on_either_side(is_first):
 
 
 @pytest.mark.parametrize(("ratio", "is_explosion"), [(19.0, False), (2.0**18, True)])
-def test_slow_weight_growth_before_an_argument_out_of_range_is_no_explosion(ratio, is_explosion):
+def test_slow_weight_growth_before_an_argument_out_of_range_is_not_an_explosion(ratio, is_explosion):
     grown = Measurement("weight-growth", "w", 16, {"ratio": ratio, "began": 1.0, "lr": 0.05})
     acos = Measurement("examined-argument", "", 18, {"elements": 7.0}, (), "acos of a magnitude of 1 or more")
     report = analyse(session_of({weight("w"): spread({0: 10})}, events=(event(18),), measurements=(grown, acos)))

@@ -100,7 +100,7 @@ def test_a_factor_of_zero_leaves_the_whole_model_without_a_gradient():
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_few_steps_are_no_evidence(steps):
+def test_a_few_steps_are_not_evidence(steps):
     assert named(train(mlp(), lambda model, x: (model(x) * 0).sum(), steps)) == []
 
 
@@ -177,7 +177,7 @@ def test_layers_amid_the_model_that_lose_their_gradients_are_a_warning():
     assert report.verdict.healthy is False
 
 
-def test_one_layer_whose_input_is_zero_is_no_alarm():
+def test_one_layer_whose_input_is_zero_is_not_an_alarm():
     report = train(nn.Sequential(Gate(), nn.Linear(8, 4)), lambda model, x: model(x).square().mean(), steps=20)
     assert named(report) == []
 
@@ -221,7 +221,7 @@ def test_weights_behind_a_zero_are_silent_in_the_first_step_alone():
     assert named(train(Gated(), lambda model, x: (model(x) - x.flip(-1)).square().mean())) == []
 
 
-def test_a_head_of_zeros_that_is_never_updated_is_no_finding():
+def test_a_head_of_zeros_that_is_never_updated_is_not_a_finding():
     model = mlp()
     nn.init.zeros_(model[2].weight)
     with Inspector(model) as inspector:
@@ -248,7 +248,7 @@ def test_the_micro_batches_of_a_first_step_are_one_step():
 
 
 class Routed(nn.Module):
-    """Experts of which some get no sample, or a weight of zero."""
+    """Experts; some get no sample, or a weight of zero."""
 
     def __init__(self, used: int, dense: bool):
         super().__init__()
@@ -270,7 +270,7 @@ class Routed(nn.Module):
 
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("used", [0, 2])
-def test_unused_experts_are_no_alarm(used, dense):
+def test_unused_experts_are_not_an_alarm(used, dense):
     report = train(Routed(used, dense), lambda model, x: (model(x) - 1).square().mean())
     assert all(finding.severity == "info" for finding in named(report))
     assert report.verdict.healthy is True
@@ -287,7 +287,7 @@ class OneStep(nn.Module):
         return self.head(self.cell(x))
 
 
-def test_a_recurrent_weight_without_a_past_is_no_alarm():
+def test_a_recurrent_weight_without_a_past_is_not_an_alarm():
     report = train(OneStep(), lambda model, x: model(x).square().mean())
     assert named(report) == []
 
@@ -308,7 +308,7 @@ def test_a_loss_multiplied_by_zero_is_information():
     assert report.verdict.healthy is True
 
 
-def test_pruned_weights_and_unused_rows_are_no_finding():
+def test_pruned_weights_and_unused_rows_are_not_a_finding():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 4))
     prune.random_unstructured(model[1], "weight", amount=0.9)

@@ -131,7 +131,7 @@ def test_reports_are_compared_by_their_sessions():
     assert "The ranges do not differ" in str(diff(reports[0], reports[0]))
 
 
-def test_an_object_that_is_no_run_is_refused_with_what_to_pass():
+def test_an_object_that_is_not_a_run_is_refused_with_the_types_to_pass():
     with pytest.raises(TypeError, match=r"not Inspector: pass its session\(\) or report\(\)"):
         diff(mpinspect.Inspector(torch.nn.Linear(2, 2)), sessions.word_model())
 

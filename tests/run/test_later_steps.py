@@ -187,7 +187,7 @@ for step in range(36):
 
 @pytest.mark.parametrize("optimizer", ["", "optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)"])
 def test_a_buffer_that_is_written_in_regular_steps_is_judged_in_one_of_them(tmp_path: Path, optimizer: str) -> None:
-    """Statistics that every step writes are no rarer work; an optimizer for each phase is followed by the next one."""
+    """Statistics that every step writes do not count as rarer work; an optimizer for each phase is followed by the next one."""
     folder = tmp_path / "script"
     write(folder, MERGED.replace("OPTIMIZER", optimizer))
     ended = watched(folder, "train.py", forked=True)

@@ -1,4 +1,4 @@
-"""What a script computes in 16 bits before its first step is computed twice, under ``mpinspect run``."""
+"""A script's 16-bit operators before its first step are computed twice under ``mpinspect run``."""
 
 import pytest
 import torch
@@ -87,7 +87,7 @@ def test_whole_numbers_that_a_cast_changes_are_counted(tmp_path):
         lambda: torch.arange(300, dtype=torch.bfloat16).sin().sum(),
     ],
 )
-def test_exact_and_nearly_exact_tensors_are_no_fault(tmp_path, made):
+def test_exact_and_nearly_exact_tensors_are_not_a_fault(tmp_path, made):
     with watched(tmp_path) as run:
         kept = made()
         _trained()
@@ -95,7 +95,7 @@ def test_exact_and_nearly_exact_tensors_are_no_fault(tmp_path, made):
     del kept
 
 
-def test_freed_tensors_and_those_that_were_overwritten_are_no_fault(tmp_path):
+def test_freed_tensors_and_those_that_were_overwritten_are_not_a_fault(tmp_path):
     with watched(tmp_path) as run:
         table = torch.arange(300, dtype=torch.bfloat16).mul(1.01).sin()
         del table

@@ -68,7 +68,7 @@ def test_ranks_add_up_or_are_parts_in_their_order(tmp_path):
 
 
 @pytest.mark.parametrize("without", [0, 1])
-def test_a_rank_without_a_record_is_still_added_up(without, tmp_path):
+def test_ranks_are_added_up_although_one_lacks_its_record(without, tmp_path):
     for rank in range(2):
         make_run(tmp_path / f"rank{rank}", "Net", world_size=2, job="one")
     (tmp_path / f"rank{without}" / "run.json").unlink()

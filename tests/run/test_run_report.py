@@ -457,5 +457,5 @@ def test_repeated_modules_share_a_row():
     )
     assert (one.kernel_time_us, one.kernel_time_fraction, one.tensor_core_fraction) == (40.0, 0.4, 0.625)
     assert (head, off) == (rows[1], rows[3])
-    # What one of them leaves unknown is unknown.
+    # A figure that one row lacks is unknown for the group.
     assert folded((rows[0], replace(rows[2], lost_l1_share=None, log2_scale_needed=None)))[0].lost_l1_share is None

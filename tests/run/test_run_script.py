@@ -423,7 +423,7 @@ def test_a_default_directory_that_can_not_be_made(rank, tmp_path):
     assert (directory / ("rank0" if rank else "") / "report.md").exists()
 
 
-@pytest.mark.parametrize(("wanted", "why"), [("file", "it is no folder"), ("file/x", "Not a directory")])
+@pytest.mark.parametrize(("wanted", "why"), [("file", "it is not a folder"), ("file/x", "Not a directory")])
 def test_a_directory_that_was_asked_for_and_can_not_be_made(wanted, why, tmp_path):
     write(tmp_path, {"train.py": "print(1)", "file": "kept"})
     ended = launched.run(tmp_path, [*launched.MPINSPECT, "--log-dir", wanted, "train.py"])

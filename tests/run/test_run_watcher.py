@@ -215,7 +215,7 @@ def test_updates_that_16_bit_weights_lose_without_an_optimizer_are_named(tmp_pat
     assert run.seen.backwards == 8
 
 
-def test_gradients_asked_for_beside_an_optimizer_attach_nothing(tmp_path):
+def test_autograd_grad_of_another_model_than_the_optimizers_attaches_nothing(tmp_path):
     with watched(tmp_path) as run:
         optimizer = torch.optim.SGD(net().parameters())
         other = nn.Linear(4, 2)
@@ -421,7 +421,7 @@ def test_sampled_steps_run_eagerly_on_request(tmp_path, way):
     assert {key.name for key in session.totals() if key.kind == "activation"} == {"a.linear", "b.linear"}
 
 
-def test_the_part_that_is_not_compiled_is_seen_whole(tmp_path):
+def test_the_part_that_is_not_compiled_is_inspected_completely(tmp_path):
     torch._dynamo.reset()
     with watched(tmp_path, kernels=True) as run:
         model = Branched()
@@ -646,7 +646,7 @@ def test_an_internal_error_is_noted_and_the_training_continues(tmp_path, monkeyp
     assert any("made for this test" in note for note in run.seen.notes)
 
 
-def test_errors_of_the_script_are_its_own(tmp_path):
+def test_errors_of_the_script_reach_it_unchanged(tmp_path):
     with watched(tmp_path):
         with pytest.raises(ValueError, match="empty parameter list"):
             torch.optim.SGD([])

@@ -100,9 +100,9 @@ def test_any_json_is_a_record_or_an_error(value: Any) -> None:
         ('{"a": 1, "a": 2}', "has a key twice"),
         ("[" * 200_000, "nested too deeply"),
         ('{"a":' * 200_000, "nested too deeply"),
-        ("[1" + "0" * 5000 + "]", "is no valid JSON"),
-        ("{", "is no valid JSON"),
-        (b"\xff", "is no valid JSON (invalid start byte)"),
+        ("[1" + "0" * 5000 + "]", "is not valid JSON"),
+        ("{", "is not valid JSON"),
+        (b"\xff", "is not valid JSON (invalid start byte)"),
         ("[" + " " * 100 + "]", "has 102 bytes of JSON, more than 100"),
     ],
 )

@@ -1,6 +1,6 @@
 """16-bit products on a CPU: within one unit in the last place of the exact result, and never further from it than torch's own.
 
-torch's own 16-bit kernels are no oracle by themselves: where the processor has no 16-bit instructions, oneDNN's convolutions
+torch's own 16-bit kernels alone are not an oracle: where the processor has no 16-bit instructions, oneDNN's convolutions
 round on the way, to 252 units in the last place from the exact result.
 """
 

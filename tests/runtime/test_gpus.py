@@ -192,7 +192,7 @@ def test_a_misspelt_name_has_suggestions(text, near):
 
 
 def test_the_error_for_an_unknown_name_lists_known_gpus():
-    with pytest.raises(ValueError, match=r"'pascal' is no GPU known here.*volta.*H100 PCIe"):
+    with pytest.raises(ValueError, match=r"'pascal' is not a GPU known here.*volta.*H100 PCIe"):
         gpus.named("pascal")
 
 

@@ -74,5 +74,5 @@ def test_the_one_assignment_to_a_name_is_found(tmp_path):
     assert assignment_of("self.opt", "elsewhere.py:1") == ""
 
 
-def test_a_frame_of_the_library_is_no_users():
+def test_a_frame_of_the_library_is_not_the_users():
     assert innermost_line(sys._getframe()).startswith("test_user_line.py:")

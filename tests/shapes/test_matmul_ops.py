@@ -203,7 +203,7 @@ def test_a_convolutions_unknown_stride_is_derived_from_its_result():
     assert record.convolution.stride == ()
 
 
-def test_nhwc_is_seen():
+def test_nhwc_is_detected():
     image = operand(torch.empty(2, 8, 5, 5).to(memory_format=torch.channels_last))
     weight = operand(torch.empty(4, 8, 3, 3))
     (record,) = matmuls_of(
@@ -348,7 +348,7 @@ def test_a_result_given_as_out_is_found():
     assert record.out == out
 
 
-def test_the_stack_of_torchscripts_interpreter_is_no_list_of_operands():
+def test_the_stack_of_torchscripts_interpreter_is_not_a_list_of_operands():
     stack = [Operand((4, 4), None, "float16")] * 10
     assert matmuls_of("aten::mm", stack) == ()
 

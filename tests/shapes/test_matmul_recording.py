@@ -164,7 +164,7 @@ def test_convolutions(layer, shape, forward, dgrad, wgrad):
     assert {record.kind for record in recording.matmuls} == {"convolution"}
 
 
-def test_channels_last_is_seen():
+def test_channels_last_is_detected():
     layer = nn.Conv2d(8, 8, 3).to(memory_format=torch.channels_last)
     recording = record_matmuls(layer, torch.randn(2, 8, 6, 6).to(memory_format=torch.channels_last))
     assert {record.convolution.channels_last for record in recording.matmuls} == {True}

@@ -318,7 +318,7 @@ def test_two_odd_sizes_are_two_findings():
     assert sorted(ids) == [1023, 2047]
 
 
-def test_an_odd_number_of_rows_is_no_finding_above_info():
+def test_an_odd_number_of_rows_is_not_a_finding_above_info():
     record = recording(*linear(197, 768, 3072))
     assert severities(record) == {"multiples-of-8-only": "info"}
     finding = found(record)["multiples-of-8-only"]
@@ -371,7 +371,7 @@ def test_bf16_on_turing():
     )
 
 
-def test_a_card_without_rates_gives_no_gain():
+def test_the_gain_on_a_gpu_without_known_rates_is_unknown():
     gpu = of_device("RTX 5070", 12, 0)
     finding = found(recording(*linear(4096, 1023, 1024)), gpu)["odd-size"]
     assert "gain unknown" in finding.message
@@ -436,7 +436,7 @@ def test_eager_attention_is_named_with_its_tokens():
     assert by_id["odd-tokens"].fix.startswith("fuse the attention")
 
 
-def test_an_odd_head_of_eager_attention_is_no_number_of_tokens():
+def test_an_odd_head_of_eager_attention_is_not_a_number_of_tokens():
     by_id = found(recording(*eager_attention(96, 512, 512, 60)))
     assert by_id["odd-size"].evidence["size"] == 60
     assert "odd-tokens" not in by_id
@@ -672,7 +672,7 @@ def test_inductor_is_mentioned_for_compiled_models_only():
     assert "Inductor may pad this" in found(replace(record, compiled=True))["odd-size"].fix
 
 
-def test_channels_under_tf32_off_are_seen_in_advance():
+def test_odd_channels_are_reported_although_tf32_is_off():
     record = recording(convolution(channels=(64, 21), dtype="float32"), tf32={"matmul": False, "convolution": False})
     assert {"tf32-off", "odd-channels"} <= set(found(record))
 
@@ -750,7 +750,7 @@ def test_findings_without_effect_are_counted_but_not_listed():
     assert [(one["from"], one["worth_it"]) for one in stored["padding"]] == [(3, False)]
 
 
-def test_findings_are_ordered_by_the_time_that_is_lost():
+def test_findings_are_ordered_by_lost_time():
     record = recording(
         *linear(8192, 1023, 4096, name="fast"),
         *eager_attention(96, 2048, 2048, 64),

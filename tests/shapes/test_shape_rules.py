@@ -54,7 +54,7 @@ def test_the_talks_linear_layer_satisfies_both_rules():
         (attention(60, 512), False),
     ],
 )
-def test_which_products_keep_the_talks_rule(product, kept):
+def test_which_products_obey_the_talks_rule(product, kept):
     assert judge(product, named("volta") if product.dtype == "float32" else HOPPER).multiples_of_8 is kept
 
 
@@ -330,7 +330,7 @@ def test_attention_asks_for_heads_in_multiples_of_8():
     assert judge(attention(64, 197), HOPPER).verdict == "native"
     verdict = judge(attention(60), HOPPER)
     assert verdict.verdict == "degraded"
-    assert "head_dim 60: no multiple of 8" in verdict.reason
+    assert "head_dim 60: not a multiple of 8" in verdict.reason
     assert "value_dim 60" in judge(attention(64, value=60), HOPPER).reason
 
 

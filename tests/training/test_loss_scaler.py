@@ -180,7 +180,7 @@ def test_it_is_a_grad_scaler_made_lazily_with_its_defaults() -> None:
 def test_the_inverse_is_taken_in_fp64() -> None:
     """The inverse of a scale of 3 must be the FP32 value nearest to 1/3."""
     weight = torch.ones(1, requires_grad=True)
-    with pytest.warns(LossScaleWarning, match="no power of two"):
+    with pytest.warns(LossScaleWarning, match="not a power of two"):
         scaler = LossScaler("cpu", 3.0)
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(torch.optim.SGD([weight], lr=1.0))
@@ -384,7 +384,7 @@ def test_a_static_scale_stays() -> None:
     assert scaler.is_static
     assert scaler.skipped_steps == 1
     assert not LossScaler("cpu").is_static
-    with pytest.raises(TypeError, match="growth_factor is no option of a static scale"):
+    with pytest.raises(TypeError, match="growth_factor is not an option of a static scale"):
         LossScaler.static(8.0, growth_factor=2.0)
 
 
@@ -772,12 +772,12 @@ def test_scales_that_are_not_numbers_are_refused() -> None:
 
 
 def test_a_scale_other_than_a_power_of_two_warns() -> None:
-    with pytest.warns(LossScaleWarning, match="loss scale 1000 is no power of two") as told:
+    with pytest.warns(LossScaleWarning, match="loss scale 1000 is not a power of two") as told:
         scaler = LossScaler("cpu", 1000.0)
     assert told[0].filename == __file__
     one_step(scaler)
     scaler.scale(torch.ones(()))
-    with pytest.warns(LossScaleWarning, match="loss scale 12 is no power of two"):
+    with pytest.warns(LossScaleWarning, match="loss scale 12 is not a power of two"):
         scaler.update(12.0)
 
 

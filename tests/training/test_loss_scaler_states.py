@@ -167,7 +167,7 @@ def torchs(**changes: Any) -> dict[str, Any]:
 
 MODEL = nn.Linear(2, 2)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a model's": (MODEL.state_dict(), "no loss scaler's state dict: it looks like a model's"),
+    "a model's": (MODEL.state_dict(), "not a loss scaler's state dict: it looks like a model's"),
     "an optimizer's": (torch.optim.SGD(MODEL.parameters()).state_dict(), "it looks like an optimizer's"),
     "a checkpoint": ({"model": {}, "scaler": torchs()}, "looks like a whole checkpoint; .* is its entry 'scaler'"),
     "apex's checkpoint": ({"model": {}, "amp": apex(loss_scaler0=(8.0, 0))}, "whole checkpoint; .* is its entry 'amp'"),

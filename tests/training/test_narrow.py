@@ -1,4 +1,4 @@
-"""The FP8 precisions: what torchao converts, what it is refused, and that the three train."""
+"""The FP8 precisions: the layers that torchao converts, the models that are refused, and training in all three."""
 
 import copy
 import importlib
@@ -218,7 +218,7 @@ def test_rows_that_kernels_refuse_are_named_where_a_weight_gradient_is_needed():
 
 
 @pytest.mark.usefixtures("stubbed")
-def test_a_layer_that_is_given_again_is_refused():
+def test_a_layer_that_is_converted_already_is_refused():
     mp = made("fp8-rowwise")
     with pytest.raises(ValueError, match=r"'blocks\.0' is converted by torchao already"):
         made("fp8-rowwise", model=mp.model)

@@ -149,8 +149,8 @@ def _cache_folder() -> Path:
         return compiling.cache_folder()
     except RuntimeError:
         raise _NoLoopsError(
-            "numba has no folder to keep compiled loops in (neither mpinspect's own nor your cache folder can be written to; the "
-            "environment variable NUMBA_CACHE_DIR names another)"
+            "numba can't store compiled loops: mpinspect's own folder and your cache folder are read-only (the environment "
+            "variable NUMBA_CACHE_DIR sets another)"
         ) from None
 
 

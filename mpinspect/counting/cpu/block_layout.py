@@ -15,7 +15,7 @@ TOGETHER = 4 * TILE
 #: Magnitudes are doubled, so that the sign is shifted out: their mantissas have 24 bits.
 FIELD, MANTISSA = 24, (1 << 24) - 1
 CUT_MANTISSAS = tuple(int((cut - 1) * (1 << FIELD)) for cut in CUTS)
-#: A bit of listed edges that are no powers of two.
+#: A bit of listed edges that are not powers of two.
 NEAR_NEXT = 1 << 16
 #: The largest ``_edge_key`` of an edge, whose significand is 1, or at least 2 - 2^-11.
 EDGE = 1 << (32 - 11)

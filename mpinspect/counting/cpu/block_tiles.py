@@ -119,7 +119,7 @@ def new_tile(padded: Any) -> Any:
 
 @compiled
 def without_owners(tile: Any) -> Any:
-    """Return the tile as views that count no references; the caller keeps the tile."""
+    """Return the tile as views without reference counts; the caller must hold the tile while they are used."""
     return _Tile(
         kernels.without_owner(tile.words),
         kernels.without_owner(tile.narrow),
@@ -155,7 +155,7 @@ def _rows_of(planes_at: Any) -> Any:
 
 @compiled
 def _take(planes_at: Any, counts_at: Any) -> None:
-    """Add what a set of planes holds to the counts of 32 distances, and clear it."""
+    """Add the counts in a set of planes to the counts of 32 distances, and clear the planes."""
     rows, state = _rows_of(planes_at), _state_of(planes_at)
     for k in range(planes.LOWER):
         kernels.copy(rows[k], rows[layout.UPPER + k])
@@ -342,7 +342,7 @@ def _add_subnormal_powers(tops: Any, values: Any, counts: Any) -> None:
 
 @compiled
 def _add_edges(words: Any, listed: Any, places: Any, found: Any, window: Any, row: Any) -> None:
-    """Count a tile's powers of two that are no subnormals, where the adders found some, and with exponents all edges.
+    """Count a tile's powers of two that are not subnormals, where the adders found some, and with exponents all edges.
 
     Args:
         words, places: addresses of the words, and of memory for as many uint32s and a vector.

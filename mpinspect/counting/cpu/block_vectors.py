@@ -159,7 +159,7 @@ def _vector(code: Code, words: Any, numbers: Any, limits: Any, k: int) -> tuple[
 
 
 def _is_power(builder: Any, magnitude: Any) -> Any:
-    """Return which magnitudes have no mantissa: zeros, and powers of two that are no subnormals."""
+    """Return which magnitudes have no mantissa: zeros, and powers of two that are not subnormals."""
     return builder.icmp_unsigned("==", builder.and_(magnitude, constant(Words, layout.MANTISSA)), constant(Words, 0))
 
 
@@ -216,8 +216,13 @@ def _edge_key(builder: Any, below: Any) -> Any:
 
 
 class _Way(NamedTuple):
-    """How vectors are added to planes: whether their class is a higher one; whether exponents are added, too; or both not, and
-    single values are not looked at."""
+    """How vectors are added to planes.
+
+    Args:
+        higher: whether the vectors' class is a higher one.
+        exponents: whether exponents are added, too.
+        plain: neither, and single values are not examined.
+    """
 
     higher: bool = False
     exponents: bool = False

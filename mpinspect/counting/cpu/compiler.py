@@ -1,7 +1,7 @@
 """Starts the process that compiles the loops into numba's cache, so that no training waits for the compiler.
 
 The process is a fresh interpreter, not a fork of the caller's threads. It has its own session, the lowest priority unless it
-would starve, and none of the caller's streams. It is no child of the caller: a child's exit would send the caller SIGCHLD, and
+would starve, and none of the caller's streams. It is not a child of the caller: a child's exit would send the caller SIGCHLD, and
 ``os.wait`` would find it. The caller therefore detects a running process by a lock on the cache's folder. The caller takes
 this lock and the process inherits it, so that the system releases it however the process ends, and several ranks start
 only one process.
@@ -54,11 +54,11 @@ def start(folder: Path) -> None:
         folder: numba's cache folder, which must exist.
 
     Raises:
-        CanNotStartError: this process is no plain Python interpreter.
+        CanNotStartError: this process is not a plain Python interpreter.
         OSError, subprocess.SubprocessError: the system could not start the process.
     """
     if not sys.executable or getattr(sys, "frozen", False):
-        raise CanNotStartError("this process is no plain Python interpreter, of which a second could be started")
+        raise CanNotStartError("this process is not a plain Python interpreter, so a second one can't be started")
     try:
         lock = lock_of(folder)
     except BlockingIOError:

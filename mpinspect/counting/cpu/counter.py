@@ -100,7 +100,7 @@ def address(tensor: torch.Tensor) -> int:
     found = tensor.data_ptr()
     if not found and tensor.numel():
         raise ValueError(
-            "the tensor's memory has been given back, as sharded training does between uses: nothing to count"
+            "the tensor's memory has been freed, as sharded training does between uses: there is nothing to count"
         )
     return found
 

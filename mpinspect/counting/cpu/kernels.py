@@ -508,7 +508,7 @@ def continued(counting: Any, row: Any) -> Any:
 
 @compiled
 def without_owners(counting: Any) -> Any:
-    """Return the state of ``counting32`` as views that count no references; the caller keeps that state."""
+    """Return the state of ``counting32`` as views without reference counts; the caller must hold that state."""
     scratch, window = counting.scratch, counting.window
     return _Counting(
         without_owner(counting.row),

@@ -41,7 +41,7 @@ BLOCK, COLUMNS = 4096, 256
 MOST_BLOCKS = 255
 #: Planes that are copied; a row of carries follows them.
 LOWER = 4
-#: Rows of the other planes: one for each bit, then from row 20 on the carries that wait for another of the same weight.
+#: Rows of the other planes: one for each bit, then, from row 20 on, carries not yet paired with another of the same weight.
 ROWS = 20 + 8
 
 _WAITING = 20

@@ -102,7 +102,7 @@ def _aligned(lowered: str, dtypes: tuple[str, ...], alignment: int | None, reaso
         return "native", reason
     return "degraded", (
         f"{reason}; but align{alignment}: it loads {bytes_} bytes at a time where {FULL_ALIGNMENT} are full speed, because an "
-        f"operand's row stride or address is no multiple of {FULL_ALIGNMENT} bytes"
+        f"operand's row stride or address is not a multiple of {FULL_ALIGNMENT} bytes"
     )
 
 

@@ -457,7 +457,7 @@ FAMILIES = (
         "native",
         "gemm",
         "nvjet_",
-        "cuBLAS's nvjet family, all of which is Tensor Core",
+        "cuBLAS's nvjet family, whose kernels all use Tensor Cores",
         "labelled; cuBLAS on Hopper and later",
         "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT",
     ),

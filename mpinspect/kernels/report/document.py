@@ -152,8 +152,8 @@ def _gpus(report: KernelReport) -> Iterator[str]:
 
 
 def _costs(report: KernelReport) -> tuple[list[tuple[Finding, float]], float]:
-    """Return the findings with the time that each costs, an idle GPU first, and the time of which that is a part, in us."""
-    # Kernels with unknown names may be as fast as they can.
+    """Return the findings, an idle GPU first, each with its cost in us, and the total time that the costs are shares of."""
+    # Kernels with unknown names may already run at full speed.
     findings = (finding for finding in report.findings if finding.id != "unknown-kernels")
     found = [(finding, time) for finding in findings if (time := cost_us(finding))]
     found.sort(key=lambda pair: (pair[0].id != "gpu-idle", -pair[1]))
@@ -169,7 +169,7 @@ def _cost_words(report: KernelReport, finding: Finding) -> str:
 
 
 def _whole_us(report: KernelReport) -> float:
-    """Return the time of which bars are shares: from the first kernel to the last, or of all kernels if they overlap."""
+    """Return the total that bars are shares of: the time from the first kernel to the last, or the sum of overlapping kernels."""
     return max(report.limits.span_us, report.shares.kernel_time_us, 1e-9)
 
 

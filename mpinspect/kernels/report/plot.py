@@ -33,7 +33,7 @@ from mpinspect.reporting.plot_style import (
 
 #: Maximum number of bars for modules or kernels.
 MAX_BARS = 15
-#: By verdict, and by other use of a kernel; the others are no products.
+#: By verdict, and by other use of a kernel; kernels outside of these are not products.
 COLOURS = {
     **{verdict: light(verdict) for verdict in ("native", "degraded", "off")},
     "unknown": light("unknown-kernel"),

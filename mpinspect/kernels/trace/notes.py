@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpinspect.kernels.trace.recording import Recording
 
 _NOT_THAT_FAR = (
-    "What could be read has no GPU kernels: the profiler writes most of them after the operators, so they are lost."
+    "The readable part has no GPU kernels: the profiler writes most of them after the operators, so they are lost."
 )
 
 
@@ -29,7 +29,7 @@ def _of_the_file(stream: EventStream, recording: Recording) -> Iterator[str]:
     if stream.header_problem:
         yield stream.header_problem
     if left_out := stream.damaged + recording.unreadable:
-        yield f"{left_out:,} events are left out because they are no valid JSON or no events of a trace."
+        yield f"{left_out:,} events are left out because they are not valid JSON or not events of a trace."
     if recording.pairs:
         yield (
             f"{recording.pairs:,} events are halves of begin and end pairs (phases B and E), which torch.profiler does not "
@@ -56,8 +56,8 @@ def _of_kernels(
         yield "The operators have no shapes: profile with record_shapes=True to learn why a kernel is slow."
     if wrong_ids:
         yield (
-            "The kernels' External id equals their correlation, as some versions of torch write it, and is no operator's: it is "
-            "not used."
+            "The kernels' External id equals their correlation, as some versions of torch write it. It identifies no operator, "
+            "so it is not used."
         )
     if launches.ambiguous:
         yield (

@@ -120,7 +120,7 @@ def _folder(folder: Path) -> list[KernelTrace]:
             found = f"its {len(refused)} JSON files are none ({refused[0][1]})"
         raise TraceError(f"{folder} holds no trace: {found}. Give the folder that tensorboard_trace_handler wrote to.")
     if refused:
-        note = "Left out of the folder, since they are no traces: " + "; ".join(why for _, why in refused)
+        note = "Left out of the folder, since they are not traces: " + "; ".join(why for _, why in refused)
         traces[0] = replace(traces[0], notes=(*traces[0].notes, note))
     return traces
 

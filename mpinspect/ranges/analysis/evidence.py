@@ -135,5 +135,5 @@ def survived(event: Event, session: Session) -> bool:
 
 
 def forward_broke(event: Event) -> bool:
-    """Return whether the step's forward was already non-finite, so that its gradients are no evidence on the loss scale."""
+    """Return whether the step's forward was already non-finite, so that its gradients are not evidence on the loss scale."""
     return event.phase == "forward" or event.forward_finite is False

@@ -51,7 +51,7 @@ class ConvertedLayer:
 
 
 def _own_name(module: str) -> str:
-    """Return the last part of a path that is no number."""
+    """Return the last part of a path that is not a number."""
     return next((part for part in reversed(module.split(".")) if not part.isdigit()), module)
 
 

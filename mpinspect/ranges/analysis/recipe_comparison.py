@@ -95,7 +95,7 @@ class RecipeReport(RendersItself):
         broken: modules with an infinity or NaN in an operand; a block with one becomes NaN in every recipe.
         not_called: Linear layers that no batch called as modules, such as the projections inside ``nn.MultiheadAttention``,
             or whose outputs need no gradient.
-        not_linear: the judged modules that are no ``torch.nn.Linear``, which converters of layers leave as they are.
+        not_linear: the judged modules of other classes than ``torch.nn.Linear``, which converters of layers leave unchanged.
         experts: those of ``not_linear`` that are paths of parameters, each with a matrix for each expert.
         conv1d: those of ``not_linear`` that are of transformers' class Conv1D.
         tokens: by module, the number that wgrad sums over; of several the one with the fewest factors of two, which is a multiple
@@ -153,7 +153,7 @@ class RecipeReport(RendersItself):
         return tuple(module for module, shape in self.modules.items() if any(size % recipe.multiple for size in shape))
 
     def uneven(self, recipe: TrainingRecipe) -> dict[str, int]:
-        """Return the tokens of the Linear layers to convert whose wgrad the kernels refuse: no multiple of what they sum over."""
+        """Return, by Linear layer to convert, its number of tokens if the kernels refuse to sum over that many in wgrad."""
         kept = {*self.kept_wide(recipe), *self.not_linear}
         return {
             module: tokens
@@ -168,7 +168,7 @@ class RecipeReport(RendersItself):
 
     @property
     def heads_and_routers(self) -> tuple[str, ...]:
-        """The Linear layers named as heads or routers, which published recipes leave in BF16 whatever flushing takes."""
+        """The Linear layers named as heads or routers, which published recipes leave in BF16 regardless of flushing."""
         return tuple(
             module
             for module in self.modules

@@ -118,7 +118,7 @@ def _as_they_arrive(session: Session, gradients: Sequence[GradientRange], format
 
 
 def _in_parts(session: Session, gradients: Sequence[GradientRange], format: FloatFormat) -> list[float]:
-    """Return upper bounds of the shares that the format flushes of single gradients in the run's parts, as tables do."""
+    """Return, for each gradient in each part of the run, an upper bound of the share that the format flushes."""
     judged = {gradient.key for gradient in gradients if not gradient.is_noise}
     parts = (part for block in time_blocks(session.windows) for part in block_histograms(block).items())
     return [seen.lost_l1_share(format).high for key, seen in parts if key in judged and not seen.histogram.nonfinite]

@@ -1,4 +1,4 @@
-"""What delayed scaling would have clipped: its FP8 scale follows from the largest magnitude of earlier steps."""
+"""The share that delayed scaling would have clipped: its FP8 scale follows from the largest magnitude of earlier steps."""
 
 from __future__ import annotations
 

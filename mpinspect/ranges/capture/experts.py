@@ -90,7 +90,7 @@ class ExpertProducts(TorchFunctionMode):
         self._measuring.arrived(path, products, gradient[part])
 
     def _parameter(self, weight: torch.Tensor) -> tuple[str, bool]:
-        """Return the path of the experts' parameter of which a tensor is a view or a cast, and whether it needs a gradient."""
+        """Return the path of the experts' parameter that a tensor is, views or casts, and whether it needs a gradient."""
         node = weight.grad_fn if is_plain(weight) else None
         while node is not None and node.name().startswith(_VIEWS_AND_CASTS):
             node = node.next_functions[0][0]

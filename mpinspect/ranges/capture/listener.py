@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 #: Maximum number of nodes of a loss's graph in a search for a module's output: some 1 ms.
 _MOST_NODES = 2048
-#: How many of a loss's last operations tell its kind.
+#: How many of a loss's last operations identify its kind.
 _OPERATORS = 8
 
 
@@ -244,7 +244,7 @@ class Listener(Guarded):
             self._recording.aside(self._clock.step, None, self._scale.last)
 
     def _only_makes_states(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step only makes the optimizer's states: it comes first in the step and changes no weight."""
+        """Return whether a step only creates the optimizer's states: it precedes the training step and changes no weight."""
         return not self._dispatcher.quiet and not self._clock.begun and stands_still(optimizer)
 
     @entrance

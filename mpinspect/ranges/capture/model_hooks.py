@@ -105,7 +105,7 @@ class ModelHooks:
         self.nodes_made.clear()
         chosen = quiet, outlined, without_parameters
         if chosen == self._chosen and self._lifted_parameters:
-            # Most steps of a run: removing and restoring hundreds of hooks takes longer than all hooks that are left.
+            # Most steps return here: removing and restoring hundreds of hooks costs more than running those that are left.
             if not quiet:
                 self._tend(each for each in self._on_modules if id(each[0]) not in self._inside_blocks)
             return bool(self._lifted_modules)

@@ -48,18 +48,18 @@ class OperandLosses:
         self.losses: dict[tuple[str, str, str, str], QuantizationLoss] = defaultdict(QuantizationLoss)
         #: Input and output features by module, in the order of their first calls.
         self.shapes: dict[str, tuple[int, int]] = {}
-        #: The modules that are no torch.nn.Linear.
+        #: The modules of other classes than torch.nn.Linear.
         self.others: list[str] = []
         #: By parameter with a matrix for each expert: the torch function that multiplied it, if possible not a grouped one.
         self.experts: dict[str, str] = {}
-        #: The tokens that wgrad sums over by module, of several calls the number with the fewest factors of two.
+        #: By module, the tokens that wgrad sums over; with several calls, the number with the fewest factors of two.
         self.tokens: dict[str, int] = {}
 
     def called(self, path: str, module: torch.nn.Module, x: torch.Tensor, output: torch.Tensor) -> tuple[str, ...]:
         """Measure a layer's input and weight, and return the products that are computed.
 
         Returns:
-            () if the module is no layer, or its output needs no gradient. Waits for the device of a module that is no Linear.
+            () if the module is not a layer, or its output needs no gradient. Waits for the device unless the module is a Linear.
         """
         weight = _weight(module, x, output) if output.requires_grad else None
         if weight is None:
@@ -113,7 +113,7 @@ class OperandLosses:
 
 
 def may_be_layer(module: torch.nn.Module) -> bool:
-    """Return whether a module is a Linear, or has a weight with two dimensions that is no embedding's."""
+    """Return whether a module is a Linear, or has a weight with two dimensions that is not an embedding's."""
     if isinstance(module, torch.nn.Linear):
         return True
     weight = registered(module, "_parameters").get("weight")
@@ -124,7 +124,7 @@ def may_be_layer(module: torch.nn.Module) -> bool:
 
 @torch.no_grad()
 def _weight(module: torch.nn.Module, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
-    """Return a layer's weight with the shape (output features, input features), without gradients; None of another module."""
+    """Return a layer's weight with the shape (output features, input features), without gradients; None for other modules."""
     if isinstance(module, torch.nn.Linear):
         return module.weight.detach() if output.is_floating_point() else None
     parameters = registered(module, "_parameters")

@@ -23,19 +23,18 @@ _MOST_MICRO_BATCHES = 256
 _FEWEST_OF_STOPPED, _MANY_TIMES = 12, 4
 
 
-#: Up to this many calls of a module in one forward are all observed. Of more calls, this many to twice as many are, evenly
-#: spread.
+#: Up to this many calls of a module in one forward are all observed; beyond, this many to twice as many, evenly spread.
 _ALL_CALLS = 32
-#: Calls of an optimizer's closure in one step that are observed.
+#: Maximum number of observed calls of an optimizer's closure in one step.
 MOST_CLOSURES = 4
 
 #: The most further steps that are computed twice after an infinity or NaN, until one of them has an infinity or NaN again.
 AFTER_EVENTS = 8
 #: The most of them after the first infinity or NaN; each further step that has one leads to one more.
 AT_ONCE = 5
-#: The most steps that are computed twice for their rarer work.
+#: The most steps that are computed twice for their rarer work: forwards without gradients, writes to buffers and frozen weights.
 WITH_RARER_WORK = 2
-#: The most steps that are computed twice because steps became of another kind, and the most kinds that are told apart.
+#: Maximum number of steps that are computed twice because they are of a new kind, and of kinds that are distinguished.
 OF_NEW_KIND, _MOST_KINDS = 2, 64
 #: How many steps of one kind must have passed before, and how many of the new one.
 _STEADY, _SETTLED = 4, 2
@@ -98,7 +97,7 @@ class StepClock:
         self.forwards = 0
         #: Calls of the model's modules without gradients.
         self.calls_without_gradient = 0
-        #: Of the last forward: the module called first, and the shapes and dtypes of its outputs.
+        #: The first module called in the last forward, and the shapes and dtypes of the forward's outputs.
         self.forward_kind: tuple[str, Hashable] = ("", None)
         #: The names of the losses' last operations.
         self.loss_kind: Hashable = None
@@ -125,7 +124,7 @@ class StepClock:
 
     @property
     def kind(self) -> tuple[str, Hashable]:
-        """The module that the last forward began with, and what tells the step's kind beside."""
+        """The module that the last forward began with, and the other properties that distinguish kinds of steps."""
         first, kind = self.forward_kind
         return first, (kind, self.loss_kind)
 
@@ -338,7 +337,13 @@ class Pace:
 
 @dataclass(slots=True)
 class _KindsOf:
-    """Of the steps that begin with one module: their kinds, the last one, its length, and whether a steady one preceded it."""
+    """The kinds of the steps that begin with one module.
+
+    Args:
+        known: all kinds so far.
+        last, steps: the latest kind, and the number of steps in a row that had it.
+        was_steady: whether an earlier kind was steady.
+    """
 
     known: set[Hashable]
     last: Hashable
@@ -347,9 +352,9 @@ class _KindsOf:
 
 
 class Kinds:
-    """Notices steps that have become of another kind: longer sequences, another loss or precision, as in a new phase.
+    """Detects steps of a new kind, as in a new phase of training: longer sequences, another loss or precision.
 
-    Batches whose length always changes are of no steady kind, and the smaller batch that ends an epoch has no second one.
+    A kind counts only if it stays: batches of ever new lengths never do, nor does the smaller batch that ends an epoch.
     """
 
     def __init__(self) -> None:
@@ -371,7 +376,7 @@ class Kinds:
 
 class StepChoice:
     """Chooses the steps that are computed twice: given ones, some after an infinity or NaN that no loss scale explains, some
-    that do rarer work, such as a validation, if it comes in regular steps, and some after the steps became of another kind.
+    that do rarer work, such as a validation, if it recurs at a regular interval, and some after a new kind of steps began.
 
     Args:
         steps: numbers of steps after which the next one is chosen.
@@ -399,7 +404,7 @@ class StepChoice:
 
         Args:
             work: a number that grows with each piece of rarer work.
-            first, kind: the module that the step began with, and what tells the step's kind.
+            first, kind: the module that the step began with, and the other properties that distinguish kinds of steps.
         """
         if self._work not in (None, work):
             self._worked = (*self._worked[-1:], step)
@@ -436,7 +441,7 @@ class StepChoice:
         return self._has_come(step) or self._has_rarer_work(step) or self._is_of_new_kind
 
     def _has_rarer_work(self, step: int) -> bool:
-        """Return whether a step comes as long after the last one with rarer work as that one came after the one before."""
+        """Return whether a step is the next one with rarer work, if the interval of the last two such steps repeats."""
         if not self._left_with_rarer_work or len(self._worked) < 2:
             return False
         before, last = self._worked

@@ -267,7 +267,7 @@ class RarerWork:
         self._writes = 0
 
     def amount(self) -> int:
-        """Return, at the end of a step, a number that grows with each piece of this work."""
+        """Return, at a step's end, the number so far of forwards without gradients and of written buffers and frozen weights."""
         left = []
         for reference, version, was_written in self._searched:
             tensor = reference()

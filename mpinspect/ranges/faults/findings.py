@@ -29,7 +29,7 @@ def findings(case: Case) -> tuple[Finding, ...]:
 
 
 def _does_less(finding: Finding) -> tuple[bool, bool]:
-    """Return a sort key: a small loss comes late, and a backward's, which computes with the forward's results, after these."""
+    """Return a sort key: findings with a small loss last; among equals the backward's, which uses the forward's results, last."""
     evidence = finding.evidence
     return evidence.get("lost_fraction", 1.0) < _MOST, evidence.get("phase") == "backward"
 

@@ -79,7 +79,7 @@ _IN_RANGES = OF_LOSS_SCALE.union(
     ("updates-lost", "weights-exploded", "gradients-all-zero", "training-diverged"),
 )
 _EVENT = "non-finite-event"
-#: The ids of findings that lie in the training loop where they name neither a layer nor a line.
+#: The ids of findings that are placed in the training loop if they name neither a layer nor a line.
 _OF_LOOP = {
     fault.id
     for fault in (
@@ -94,7 +94,7 @@ _OF_LOOP = {
     )
 }
 _LOOP, _OPTIMIZER = "the training loop", "the optimizer"
-#: The parts in which other findings lie that name neither a layer nor a line.
+#: The parts of the training that are to blame, for findings without a layer or a line.
 _PARTS = {
     "batch-not-finite": "the batch",
     **dict.fromkeys(("gradients-all-zero", "weights-stand-still"), "all weights"),

@@ -57,9 +57,9 @@ SETTINGS, _NAMES, _GONE = Limit(20, 100), Limit(12, 50), Limit(5, 20)
 _LAYERS = (
     Column("layer", is_name=True),
     Column("tensor", is_left=True, priority=1),
-    Column("from step", is_left=True, meaning="where it first moved, more than it does by itself"),
+    Column("from step", is_left=True, meaning="the first step in which it moved beyond its normal variation"),
     Column("elsewhere", meaning="share of its elements in other powers of two in B, a mean over the steps"),
-    Column("beyond", meaning="how much of that is more than it moves by itself", priority=3),
+    Column("beyond", meaning="the part of that beyond its normal variation", priority=3),
     Column("zero", meaning="share that is zero", is_optional=True),
     Column("largest", priority=2),
     Column("flushed", meaning="share of the non-zero ones that the format flushes at scale 1", priority=1),
@@ -174,9 +174,9 @@ def _grave(report: RangeReport) -> tuple[tuple[object, ...], str]:
 
 
 def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
-    """Yield what is wrong in the broken run, B if both are broken, and its change unless the settings that differ are it.
+    """Yield the fault of the broken run (B if both are broken), and its change, unless the settings that differ are the change.
 
-    A warning of both runs is no difference, so it has no change here.
+    A warning of both runs is not a difference, so it has no change here.
 
     Args:
         above: the headline, whose sentences are not repeated.
@@ -216,8 +216,8 @@ def _parting(diff: RangeDiff) -> str:
 def _nothing_moved(diff: RangeDiff) -> str:
     if diff.differs is not None:
         return (
-            f"No meaningful change: the counts differ from {_named(diff.differs)} on, but no tensor's by more than it "
-            "changes by itself"
+            f"No meaningful change: the counts differ from {_named(diff.differs)} on, but no tensor moved beyond its normal "
+            "variation"
         )
     if not diff.compared.same_steps:
         return "No meaningful change, though the runs counted other steps: whether they are equal is not known"
@@ -229,7 +229,7 @@ def _besides(diff: RangeDiff) -> str:
     words = ""
     if alone := len(diff.only_first) + len(diff.only_second):
         words += f"; {number_of(alone, 'tensor')} in one run alone"
-    # How far the runs went is no setting.
+    # How far the runs went is not a setting.
     names = [change.name for change in diff.settings if change.name != "steps"]
     if diff.differs is None and names:
         words += f"; other settings: {', '.join(names[:3])}{and_more(len(names) - 3)}"

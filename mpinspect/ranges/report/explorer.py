@@ -97,7 +97,7 @@ def _gravity(report: RangeReport) -> int:
 
 
 def widget(*models: Mapped, together: bool = False) -> Iterator[Widget]:
-    """Yield the map of one or several models, of which a reader chooses one; nothing if no tensor was counted.
+    """Yield the map of the models, with a choice of one if there are several; nothing if no tensor was counted.
 
     Args:
         together: whether the page opens with the maps of all models, which move together.
@@ -199,7 +199,7 @@ def _opening(report: RangeReport, first: Opening) -> dict[str, Any]:
         "block": first.block,
         "marked": list(map(printable, found.marked)),
         "near": list(map(printable, found.near)),
-        # Of the row for a culprit without a tensor of its own; whether it follows the rows that are near.
+        # The row for a culprit without a tensor of its own; "after": whether it follows the rows that are near.
         "name": printable(report.session.with_classes(found.name) + report.session.class_beside(found.name)),
         "after": found.is_after,
         "said": printable(report.session.with_classes(found.said)),

@@ -71,9 +71,9 @@ def facts(report: RangeReport) -> Iterator[str]:
 
 
 def verdict_of(report: RangeReport) -> Iterator[Block]:
-    """Yield a verdict and its change; the change comes first where a headline has said what broke, and where.
+    """Yield a verdict and its change; the change is first if a headline already names the fault and its place.
 
-    The findings below it on a front stand for the verdict's pointer to them.
+    The verdict's pointer to the findings is left out, since a front shows them below.
     """
     verdict = report.verdict
     first, *more = verdict.sentences or ("",)

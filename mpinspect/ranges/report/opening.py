@@ -35,7 +35,7 @@ class Culprit(NamedTuple):
         marked: names of the tensors of that kind that are the culprit's own.
         near: if there are none, names of those that are part of it, or of the nearest one.
         name: of a row of its own; "" without a culprit, and if ``marked`` has rows.
-        said: what happened there, in a few words.
+        said: the event there, in a few words.
         at: the line of the script and the operator; "" where the ranges show the fault.
         phase: "forward" or "backward", if ``at`` is known.
         step: the step in which it began; None if it belongs to no step.
@@ -244,7 +244,7 @@ def _of_event(
     at = code_of(finding) if finding is not None and finding.layer in ("", event.module) else ""
     kind, near, is_own = _nearest(event.module, event.what, event.tensor, layers, watched, given=event.given)
     words = "" if event.given else _not_counted(event.what, kind, layers)
-    # The code after a module is no part of it.
+    # The code after a module is not a part of it.
     if is_own and not event.after:
         return Culprit(kind, near, said=said, at=at, phase=event.phase, step=event.step, words=words)
     is_loss = event.what in LOSSES and not event.module

@@ -52,9 +52,9 @@ def _of_what(session: Session) -> Iterator[str]:
     if "shard" in gradients:
         yield "Weight gradients of sharded parameters are the ranks' shards, which together are the tensor, as in .grad."
     if any(info.replicas > 1 for info in session.watched):
-        yield "What several ranks hold copies of is counted on the first of them."
+        yield "Tensors with copies on several ranks are counted on the first of them."
     if any(info.kind in OUTPUT_KINDS for info in session.watched):
-        yield "Activations and their gradients are what passed on each rank; a copy on another rank is counted, too."
+        yield "Activations and their gradients are counted on every rank, copies included."
 
 
 def _averaged(session: Session) -> Iterator[str]:

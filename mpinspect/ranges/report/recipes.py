@@ -64,8 +64,8 @@ _JUDGED = (
 _SEEN = (
     "Measured on the model's device: each operand of the products above, cast as the recipe would. The model itself computes in "
     "its own precision, with its weights as they are. A share is of the sums over all measured calls, not of the worst call.",
-    "Weights that are not in the table, such as those of convolutions, embeddings and routers that are no nn.Linear, are neither "
-    "judged nor converted.",
+    "Weights outside the table are neither judged nor converted: convolutions, embeddings, and routers of other classes than "
+    "nn.Linear.",
 )
 #: The verdicts on a layer, the gravest first.
 _TONES: dict[str, Tone] = {
@@ -202,16 +202,16 @@ def _reasons(report: RecipeReport, recipe: TrainingRecipe) -> Iterator[str]:
     unsuited = [module for module in report.unsuited(recipe) if module in report.layers]
     if unsuited:
         sizes = {size for module in unsuited for size in report.modules[module] if size % recipe.multiple}
-        yield f"Its kernels refuse {modules_named(unsuited)} ({_either(sizes)} is no multiple of {recipe.multiple})."
+        yield f"Its kernels refuse {modules_named(unsuited)} ({_either(sizes)} is not a multiple of {recipe.multiple})."
 
 
 def _refused_tokens(report: RecipeReport, recipe: TrainingRecipe) -> str:
-    """Return the tokens that the kernels refuse in these batches: "1,040 tokens in 24 layers (no multiple of 32)"; else ""."""
+    """Return the tokens that the kernels refuse in these batches: "1,040 tokens in 24 layers (not a multiple of 32)"; else ""."""
     uneven = report.uneven(recipe)
     if not uneven or report.pads(recipe):
         return ""
     where = f"{_either(uneven.values())} tokens in {number_of(len(uneven), 'layer')}"
-    return f"{where} (no multiple of {recipe.token_multiple})"
+    return f"{where} (not a multiple of {recipe.token_multiple})"
 
 
 def _noise(report: RecipeReport, recipe: TrainingRecipe) -> str:
@@ -286,7 +286,7 @@ def _on_other_code(report: RecipeReport) -> Iterator[Block]:
 
 
 def _of_others(report: RecipeReport) -> Iterator[Block]:
-    """Yield how modules that are no nn.Linear become one."""
+    """Yield how modules that are not nn.Linear become one."""
     others = [name for name in report.not_linear if name not in (*report.experts, *report.conv1d)]
     if others:
         yield Line(
@@ -347,7 +347,9 @@ def _of_experts(report: RecipeReport) -> Iterator[Block]:
     recipe = report.advised_for_experts
     tokens = max((report.uneven_experts(each) for each in report.recipes if each.name == "fp8-rowwise"), default=0)
     if tokens:
-        start += f". An expert had {tokens:,} tokens: no multiple of 16, and torchao 0.18 can't pad them in FP8 rowwise"
+        start += (
+            f". An expert had {tokens:,} tokens: not a multiple of 16, and torchao 0.18 can't pad them in FP8 rowwise"
+        )
     if recipe is None:
         yield Line(f"{start}.")
         return

@@ -299,7 +299,7 @@ class TensorBoardSink(ScalarSink):
             self._aside.call(self._conclude_so_far)
 
     def conclude(self, session: Session) -> None:
-        """Write the verdict and the maps of a session, which is this run's or made of this and others."""
+        """Write the verdict and the maps of a session: this run's, or the sum of several ranks'."""
         self._concluded = _conclude(session)
         self._write_conclusion()
 

@@ -117,7 +117,7 @@ class Decoder:
 
 def _named(numbers: list[int], keys: Sequence[TensorKey]) -> tuple[TensorKey, ...]:
     if numbers and not 0 <= min(numbers) <= max(numbers) < len(keys):
-        raise DecodingError("has a tensor that has no name")
+        raise DecodingError("has a tensor without a name")
     order = tuple(keys[number] for number in numbers)
     if len(set(order)) < len(order):
         raise DecodingError("has a tensor twice")

@@ -179,7 +179,7 @@ class InspectedModels:
         return sum(each.inspector.rarer_work for each in self.all)
 
     def kind(self) -> tuple[str, tuple[Hashable, ...]]:
-        """Return which modules the models' last forwards began with, and what tells the kind of a step (``StepClock.kind``)."""
+        """Return the modules that the models' last forwards began with, and the kind of the step (``StepClock.kind``)."""
         kinds = [each.inspector.kind for each in self.all]
         return " ".join(first for first, _ in kinds), tuple(kind for _, kind in kinds)
 

@@ -40,7 +40,7 @@ class LaunchedInspector(Inspector):
         log_dir: directory of its session file and TensorBoard log.
         say: callable that prints a line to stderr.
         unhookable: ids of modules that must not be hooked, since they are compiled.
-        tracker: gets the model's scalars; the launch gives it the page.
+        tracker: receives the model's scalars; the launch uploads the page to it.
         written: called after each write of its record, on the thread that writes; must not raise.
     """
 

@@ -180,7 +180,7 @@ def _locals(frame: FrameType) -> dict[str, Any]:
     if is_cached and (sys.gettrace() is not None or not _READ_LOCALS.isdisjoint(code.co_names)):
         return {}
     kept = frame.f_locals
-    # Variables shared with a closure are no fast locals, and so no comprehension variables.
+    # Variables shared with a closure are not fast locals, so they can't be comprehension variables.
     names = dict(sorted(kept.items(), key=lambda item: item[0] in code.co_varnames))
     if is_cached:
         # Before Python 3.13 the frame caches this dictionary, which would extend the models' lifetime.

@@ -96,7 +96,7 @@ class TorchPatches:
 
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> Any:
-    """Return a call's first argument, which may be given by one of these names; None without it."""
+    """Return a call's first argument, passed by position or under one of these names; None if there is none."""
     return next(iter((*args, *(kwargs[name] for name in names if name in kwargs))), None)
 
 

@@ -81,10 +81,10 @@ def _sorted(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
 
 
 def folded(rows: Iterable[ModuleRow]) -> tuple[ModuleRow, ...]:
-    """Return the rows, with one for each group of repeated blocks: modules of one class and verdict whose paths differ in
-    numbers.
+    """Return the rows in the order of ``by_module``, repeated blocks merged into one row.
 
-    A row has the sums of FLOPs and times, the worst loss, and the largest scale needed; in the order of ``by_module``.
+    Repeated blocks are modules of one class and verdict whose paths differ only in numbers. Their row has the sums of FLOPs and
+    times, the worst loss, and the largest scale needed.
     """
     groups: dict[tuple[str, str, str], list[ModuleRow]] = {}
     for row in rows:

@@ -201,7 +201,7 @@ def _front(report: RunReport) -> Front:
 
 
 def _began(report: RunReport) -> Began:
-    """Return where the gravest finding of the gravest model began, with the names of all models of which that is so."""
+    """Return where the gravest finding began, with the names of all models that share it."""
     if not report.parts:
         return Began()
     worst = max(report.parts, key=_gravity)

@@ -52,7 +52,7 @@ class Group:
     @property
     def share(self) -> float:
         """Return the products' share of all FLOPs, 0..1."""
-        # Of whole numbers: a sum of shares may fall short of 1 by a rounding, and print as less than all.
+        # Divide whole numbers: rounded shares may add up to slightly less than 1, and print as less than all.
         every = sum(matmul.flops * matmul.calls for matmul in self.recording.matmuls)
         return sum(row.flops * row.calls for row in self.rows) / (every or 1)
 

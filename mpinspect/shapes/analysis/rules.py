@@ -132,7 +132,7 @@ def _float64(group: Group) -> str:
     return f"{group.products} in {group.where} {group.are} FP64, {where}"
 
 
-#: Beginnings of operators' names that no list of CUDA's autocast holds (ATen/autocast_mode.h).
+#: Prefixes of operators that are in none of CUDA's autocast lists (ATen/autocast_mode.h).
 NOT_AUTOCAST = ("grouped_mm", "scaled_", "int_mm", "sparse_", "weight_int", "mixed_dtypes_linear")
 
 #: By the recording's word: why scaled_dot_product_attention takes its math path, and the fix (torch's
@@ -275,7 +275,7 @@ def _stem(group: Group) -> str:
     if group.gain is not None:
         saved = f", at most {percent(group.gain.saved_fraction_high)} of the time of all (estimated)"
     return (
-        f"{some_modules(row.module for row in group.rows)} reads {number_of(group.size, 'input channel')}, no multiple of 8: "
+        f"{some_modules(row.module for row in group.rows)} reads {number_of(group.size, 'input channel')}, not a multiple of 8: "
         f"{share}{saved}, and cuDNN has kernels made for first layers; usually no change ({group.talk_words})"
     )
 
@@ -305,7 +305,7 @@ def _head_size(group: Group) -> str:
             "torch's memory-efficient kernel does not take them, and without flash attention separate products remain"
         )
     share = percent(group.share)
-    return f"heads of {group.size} in {group.where} ({share} of the FLOPs) are no multiple of 8: {what}; {group.gain_words}"
+    return f"heads of {group.size} in {group.where} ({share} of the FLOPs) are not a multiple of 8: {what}; {group.gain_words}"
 
 
 def _mask(group: Group) -> str:
@@ -450,7 +450,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
         "odd-vocabulary",
         on=("size",),
         when=lambda symptom: symptom.is_of_vocabulary,
-        message="the vocabulary of {size:,} gives rows of {row_bytes} bytes, no multiple of 16, to {products} in {where}: "
+        message="the vocabulary of {size:,} gives rows of {row_bytes} bytes, not a multiple of 16, to {products} in {where}: "
         "{binds}",
         fix=_grow_vocabulary,
         pads="vocabulary",
@@ -459,7 +459,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
     Rule(
         "odd-size",
         on=("size",),
-        message="a size of {size:,}{size_names} gives rows of {row_bytes} bytes, no multiple of 16, to {products} in "
+        message="a size of {size:,}{size_names} gives rows of {row_bytes} bytes, not a multiple of 16, to {products} in "
         "{where}{what_follows}: {binds}",
         fix="pad {size_name} {pads_to}{makes}{each_part}{inductor}",
         pads="size",
@@ -468,8 +468,8 @@ RULES: tuple[Rule | RecordingRule, ...] = (
     Rule(
         "odd-channels",
         on=("channels",),
-        message="{size:,} channels{of_a_group}{size_names} in {products} of {where} are no multiple of 16 bytes: cuDNN pads them "
-        "or takes a slower kernel; {talk_words}; {gain_words}",
+        message="{size:,} channels{of_a_group}{size_names} in {products} of {where} are not a multiple of 16 bytes: cuDNN pads "
+        "them or takes a slower kernel; {talk_words}; {gain_words}",
         fix="pad the channels{of_a_group} {size} -> {to_pad.advised}{inductor}",
         pads="channels",
         time=size_time,
@@ -486,7 +486,7 @@ RULES: tuple[Rule | RecordingRule, ...] = (
     Rule(
         "partial-blocks",
         on=("block",),
-        message="{products} in {where} sum over {size:,} values, no multiple of the {block} that share a scale: torchao and "
+        message="{products} in {where} sum over {size:,} values, not a multiple of the {block} that share a scale: torchao and "
         "Transformer Engine refuse to quantise such rows",
         fix="pad the summed size {size} -> {to_pad.to}",
         pads="summed size",

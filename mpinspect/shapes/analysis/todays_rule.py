@@ -61,8 +61,8 @@ def _what(layout: Layout) -> str:
         over = layout.stride_bytes % FULL_ALIGNMENT
         return f"{layout.name}'s rows are {layout.stride_bytes:,} bytes apart, {over} more than a multiple of 16"
     if layout.offset_bytes and layout.offset_bytes % FULL_ALIGNMENT:
-        return f"{layout.name} starts {layout.offset_bytes:,} bytes into its storage, which is no multiple of 16"
-    return f"{layout.name}'s matrices of the batch are no multiple of 16 bytes apart"
+        return f"{layout.name} starts {layout.offset_bytes:,} bytes into its storage, which is not a multiple of 16"
+    return f"{layout.name}'s matrices of the batch are not a multiple of 16 bytes apart"
 
 
 # -- convolutions ----------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def convolution_reading(matmul: Matmul, gpu: Gpu) -> ShapeVerdict:
     which = " and ".join(f"{name} {size:,} ({size * item:,} bytes)" for name, size in bad.items())
     if convolution.groups > 1:
         which += " of a group"
-    why = f"{which}: no multiple of 16 bytes, cuDNN pads or takes a slower kernel"
+    why = f"{which}: not a multiple of 16 bytes, cuDNN pads or takes a slower kernel"
     return reading("degraded", why, "channels")
 
 
@@ -156,10 +156,10 @@ def attention_reading(matmul: Matmul, gpu: Gpu) -> ShapeVerdict:
         what = "torch pads copies of query, key and value"
         if not has_flash_attention(gpu):
             what = "torch's memory-efficient kernel does not take that, and flash attention needs Ampere or later"
-        why = f"{' and '.join(heads)}: no multiple of {FULL_ALIGNMENT // item}, {what}"
+        why = f"{' and '.join(heads)}: not a multiple of {FULL_ALIGNMENT // item}, {what}"
         return reading("degraded", why, "head-dim")
     if _bias_is_misaligned(attention):
-        why = f"the mask's rows are no multiple of {FULL_ALIGNMENT} bytes apart: torch copies it padded"
+        why = f"the mask's rows are not a multiple of {FULL_ALIGNMENT} bytes apart: torch copies it padded"
         return reading("degraded", why, "attention-bias")
     bad = [layout.name for layout in found if not layout.is_aligned]
     if bad:

@@ -55,7 +55,7 @@ def multiples_of_8(matmul: Matmul) -> bool | None:
 
 
 def talk_sizes(matmul: Matmul) -> dict[str, int]:
-    """Return the sizes that the talk's rule names: M, N, K, or batch and channels per group; {} for depthwise convolutions."""
+    """Return the sizes that the multiples-of-8 rule covers: M, N, K, or batch and channels per group; {} if depthwise."""
     convolution, attention = matmul.convolution, matmul.attention
     if convolution is not None:
         if convolution.is_depthwise:

@@ -60,7 +60,7 @@ class Attended:
 
     Args:
         why: why CUDA would take its math path: one of MATH_PATHS; "" if it would take a fused operator.
-        operators: the records of the fused operator's forward and backward; () if this device runs what CUDA would run.
+        operators: the records of the fused operator's forward and backward; () if this device runs the same operator as CUDA.
         module: id of the module that made the call.
         autocast: as in Matmul.
         first, last: sequence numbers of the first autograd node of the call, and of the first one after it.

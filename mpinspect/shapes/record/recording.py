@@ -260,7 +260,7 @@ def _mark_buffers_without_values(model: torch.nn.Module) -> None:
 
 
 def _odd(matmuls: Sequence[Matmul]) -> set[int]:
-    """Return the sizes of products that can misalign a row in any dtype: those that are no multiple of 16."""
+    """Return the sizes of products that can misalign a row in any dtype: those that are not a multiple of 16."""
     found: set[int] = set()
     for matmul in matmuls:
         found |= {matmul.m, matmul.n, matmul.k}

@@ -1,6 +1,6 @@
 """Collect the sizes of a model that a user can change, with the user's names; tied embeddings; and torch's TF32 switches.
 
-Equal numbers are no evidence: a setting names a module's size only if the size follows when the setting changes. This is
+Equal numbers are not evidence: a setting names a module's size only if the size follows when the setting changes. This is
 tried on copies of the configuration, with which the model's class is built again on the meta device.
 """
 

@@ -62,7 +62,7 @@ def understand(kind: str, loss_scale: Any, passed_through: str | None) -> Given:
     try:
         scale = _number(loss_scale)
     except Exception as error:
-        raise ArgumentError("loss_scale", loss_scale, "is no number; give a positive number, or None") from error
+        raise ArgumentError("loss_scale", loss_scale, "is not a number; give a positive number, or None") from error
     if not math.isfinite(scale) or scale <= 0:
         kind_of_scale = "negative" if -math.inf < scale < 0 else str(scale)
         return Given(None, through, f"the loss scale was {scale}", kind_of_scale)
@@ -80,7 +80,7 @@ def step_number(given: Any) -> int | None:
     try:
         step = _whole(given)
     except Exception as error:
-        raise ArgumentError("step", given, "is no step number; give a whole number") from error
+        raise ArgumentError("step", given, "is not a step number; give a whole number") from error
     if not -_STEPS_END < step < _STEPS_END:
         raise ArgumentError("step", given, "is too large; a step is a whole number below 2^63")
     return step

@@ -15,11 +15,11 @@ from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import AbsorbedOperand
 from mpinspect.runtime.user_line import innermost_line
 
-#: The part of a sum from which on rounding can't take half of an operand, by 4.
+#: An operand above this part of the sum can't lose half of itself to rounding, with a margin of 4.
 _LEAST_KEPT = 2.0**-6
-#: The least part of the smaller operand, or of all terms of a running sum, that is lost, of its norm.
+#: An addition is recorded if it loses this part of the smaller operand's norm, or of the norm of a running sum's terms.
 _ABSORBED = 0.5
-#: The same of a sum of many terms: the rounding of terms that are not lost makes far less.
+#: The relative error from which on a sum of many terms is recorded; ordinary rounding of its terms makes far less.
 _SUM_OFF = 0.1
 #: The least number of elements of an addition that is judged alone: a few may be absorbed by chance. Also that of many terms.
 _FEWEST = 64
@@ -28,7 +28,7 @@ _FEWEST_TERMS, _MOST_ELEMENTS = 8, 1 << 24
 
 
 class _RunningSum:
-    """Additions at one line, each of which has the result of the one before as an operand.
+    """Additions at one line; each one's operand is the previous one's result.
 
     Args:
         line: the line.
@@ -106,7 +106,7 @@ class Additions:
     def _keeps_sum(
         self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], describe: Callable[..., Any]
     ) -> None:
-        """Judge a result of few elements that may replace a kept sum: it is no tensor of the script's own yet."""
+        """Judge a result of few elements that may replace a kept sum: it is not a tensor of the script's own yet."""
         given = pending.given[0][:2]
         if not any(map(self._kept.keeps, given)) or len(operands := summands(pending, local())) != 2:
             return

@@ -130,7 +130,7 @@ class Broken:
         return replace(record, names=(operator, line, *record.names[2:]))
 
     def records(self) -> list[Record]:
-        """Return the first operator that broke, and those that break alike on further lines."""
+        """Return the first operator that broke, and the same operator where it broke on further lines."""
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._alike.sort(key=lambda each: not each.from_finite)
         self._makers.clear()
@@ -153,7 +153,7 @@ def _broken_operand(arguments: Sequence[Any]) -> dict[str, float]:
 
 
 def _further(found: Sequence[Record]) -> Iterator[Record]:
-    """Yield records of further lines on which the operator of the first record of a forward breaks by itself."""
+    """Yield records of further lines on which the first record's operator breaks in a forward, with finite inputs."""
     seen = [each.names[1] for each in found[:1]]
     for each in found[1:]:
         is_cause = getattr(each, "largest", 0.0) or getattr(each, "from_finite", False)

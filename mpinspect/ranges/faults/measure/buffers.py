@@ -59,7 +59,7 @@ class Buffers(Measuring):
             if writes - before < _FEWEST_WRITES:
                 continue
             if not math.isfinite(value):
-                # It was written and stayed so: the forward that came before the first reading may have broken it.
+                # It was written and is still broken: the forward before the first reading may have broken it.
                 self._broken_before.discard(name)
                 self._tell_broken(0, {name: dtypes[name]})
             elif value == first:
@@ -74,7 +74,7 @@ class Buffers(Measuring):
 
     @torch.no_grad()
     def _find_broken(self, tell: Callable[[dict[str, str]], object]) -> None:
-        """Call ``tell`` with the dtypes of the buffers that hold an infinity or NaN now, by name, once they are known."""
+        """Find the buffers with an infinity or NaN; when the result has arrived, call ``tell`` with their dtypes, by name."""
         buffers = list(self._buffers())
         finite = Sent.of((name, buffer.isfinite().all()) for name, buffer in buffers)
         dtypes = {name: dtype_name(buffer.dtype) for name, buffer in buffers}

@@ -14,7 +14,7 @@ from mpinspect.ranges.records import ChangedChoices
 
 aten = torch.ops.aten
 
-#: Operators that choose integers by the values of numbers. Of a sort's order, ties change most and matter least.
+#: Operators that choose integers by the values of numbers. Sorts are left out: ties change their order, and seldom matter.
 CHOOSING = frozenset({aten._to_copy, aten.argmax, aten.argmin, aten.max, aten.min, aten.searchsorted, aten.bucketize})
 #: The place of the table among the arguments of a search.
 SEARCHING = {aten.searchsorted: 0, aten.bucketize: 1}
@@ -33,7 +33,7 @@ _USING = frozenset(
 )
 #: The fewest integers that are judged, and the least share of them that rounding decides.
 _FEWEST, _LEAST_CHANGED = 64, 0.05
-#: The fewest rows of scores of which a top k is judged, and the least share of them whose choice is arbitrary.
+#: A top k is judged from this many rows of scores on, and recorded if this share of them has an arbitrary choice.
 _FEWEST_ROWS, _LEAST_TIED = 8, 0.01
 #: Entries for each distinct number of a table that rounding has crowded, and the share of its format's numbers that occur.
 _CROWDED, _OCCUPIED = 2, 0.9

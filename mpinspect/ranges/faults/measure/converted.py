@@ -160,7 +160,7 @@ def _lacks_bias(module: torch.nn.Module) -> bool:
 
 
 def _products(module: torch.nn.Module, weights: Sequence[torch.Tensor]) -> tuple[Products, str, bool] | None:
-    """Return a module's products, their library, and whether they are emulated; None if it is no layer with products."""
+    """Return a module's products, their library, and whether they are emulated; None if it is not a layer with products."""
     for kind in type(module).__mro__:
         if kind.__name__ == "Float8Linear":
             config = vars(module).get("config")

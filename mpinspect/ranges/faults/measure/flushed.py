@@ -37,8 +37,8 @@ from mpinspect.runtime.user_line import innermost_line
 _LEAST_LOST = 0.01
 #: The least share of an operator's non-zero results whose loss is recorded.
 _MOSTLY = 0.5
-#: The least share of the non-zero values whose loss in a cast to FP8 is recorded, and the least share of their sum of
-#: magnitudes: with a scale, the largest values survive.
+#: A cast to FP8 is recorded if it flushes this share of the non-zero values, and this share of the sum of magnitudes. A cast with
+#: a scale flushes less of that sum, since the largest values survive.
 _NEARLY_ALL, _MOST_OF_SUM = 0.9, 0.5
 #: The least share of a tensor's sum of magnitudes, cut off by a clamp to FP8's range, that is recorded.
 _CUT = 0.05
@@ -87,7 +87,7 @@ class DividedGradients:
     def multiplied(
         self, name: str, given: Sequence[Any], before: torch.Tensor | None, after: torch.Tensor, frame: FrameType
     ) -> None:
-        """Count what a product outside of a backward leaves of a gradient. Waits for the device.
+        """Count the elements of a gradient that a product outside of a backward flushes. Waits for the device.
 
         Args:
             name: "mul" or "div".
@@ -244,8 +244,9 @@ class AskedGradients(Measuring):
 
 
 class FlushedStates(Measuring):
-    """Counts the zeros in an optimizer's FP16 states without negative elements, such as averages of squared gradients; and
-    before a step, in states with a wider range, the averages of squares that are zero beside averages that are not.
+    """Counts flushed elements of an optimizer's states: zeros in non-negative FP16 states, such as averages of squared gradients.
+
+    Before a step it also counts, in states with a wider range, the zero averages of squares whose average is not zero.
     """
 
     @torch.no_grad()
@@ -300,8 +301,8 @@ def _are_wide(*states: Any) -> bool:
 
 
 def _lost_squares(mean: torch.Tensor, squares: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return how many averages of squares are zero beside an average whose square FP32 holds, the number of such averages, and
-    the largest of those beside a zero, divided by epsilon.
+    """Return, for averages whose square FP32 holds: the number of zero averages of squares, the number of all, and the largest
+    average with a zero, divided by epsilon.
     """
     sizes = mean.float().abs()
     held = sizes >= _LEAST_HELD
@@ -323,14 +324,14 @@ def _likely_lost(zeros: float, smallest: float, total: float, is_off_grid: float
     """Return the share of the sum of magnitudes that was likely flushed; 1 if only zeros are left."""
     if is_off_grid:
         return 0.0
-    # As many values again lie below the smallest number, half as large: see Visibility.likely_hidden_l1_share.
+    # Assume that below the smallest number lie as many values as at it, half as large: see Visibility.likely_hidden_l1_share.
     hidden = min(zeros, smallest) / 2
     return hidden / (hidden + total) if total else 1.0
 
 
 def _lower_end(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return for each tensor its zeros, its elements of FP16's smallest magnitude, the sum of magnitudes in units of that, and
-    whether an element is no multiple of it.
+    whether an element is not a multiple of it.
     """
     rows = []
     for each in tensors:

@@ -404,7 +404,7 @@ def _stale(seen: _Step, ever: frozenset[str]) -> Iterator[Record]:
 def _left_over(seen: _Step) -> Iterator[Record]:
     """Yield gradients left over at the step's first backward, unless a later backward began with zeros (zero_grad())."""
     left = [found.read() for found in seen.left]
-    # A NaN is not zero either.
+    # NaN != 0 is true, so left-over NaNs count as well.
     old = [name for first in left[:1] for name, value in first.items() if value != 0 and name in seen.in_place]
     if old and all(any(value != 0 for value in values.values()) for values in left):
         largest, of = max(filter(math.isfinite, left[0].values()), default=0.0), len(seen.read("given"))

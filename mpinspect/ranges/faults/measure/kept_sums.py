@@ -42,11 +42,11 @@ _CARRYING = _BOUNDING | CHANGING | {aten.add, aten.sub, aten.clone}
 _UNCHANGED = 0.5
 #: The largest number of elements of a sum that is taken for one of losses or counts.
 _FEW = 64
-#: The least part of a term by which a growing sum is rounded.
+#: The least rounding error of an addition to a growing sum that is recorded, as a part of the term.
 _ROUNDED = 0.25
-#: The distance from its target, relative to itself, at which an average in 16 bits may stay.
+#: An average in 16 bits may stop within this relative distance of its target.
 _NEAR = 2.0**-4
-#: The largest part of an average that lost terms may be: half of it is left in the square root by which Adam divides.
+#: The largest harmless loss, as a part of the average: Adam divides by its square root, which halves the error.
 _HARMLESS = 0.25
 
 _Describe = Callable[..., Any]
@@ -54,7 +54,7 @@ _Both = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Net(NamedTuple):
-    """The change of a kept tensor by several operators, of which the first one decays it.
+    """The change of a kept tensor by several operators; the first one decays it.
 
     Args:
         kept, new: the tensor, and its last result, which may replace it.
@@ -104,7 +104,7 @@ class KeptSums:
         self._moved: set[int] = set()
         #: Changes that left a tensor as it was, by line and storage.
         self._frozen: defaultdict[str, dict[int, FrozenBuffer]] = defaultdict(dict)
-        #: The same, not in place: by the new tensor's storage.
+        #: Changes whose result, a new tensor, equals the old one, by the new tensor's storage.
         self._replacing: dict[int, _Frozen] = {}
         self._growing: list[tuple[StorageReference, GrowingSum]] = []
         #: Storages that this step has changed, neither made nor filled anew.
@@ -135,11 +135,11 @@ class KeptSums:
             self._weighed.add(storage_key(args[0]))
 
     def made(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Take tensors as made in this step, by code that is not seen."""
+        """Count tensors as made in this step, by code that is not observed."""
         self._other |= {storage_key(each) for each in tensors if is_plain(each)}
 
     def _follow(self, operator: Any, args: tuple[Any, ...], results: list[torch.Tensor]) -> None:
-        """Follow tensors that were left unchanged into a copy and out of a bound, at which they rightly stay."""
+        """Follow unchanged tensors into copies, and drop those that a bound (a clamp, say) rightly stops."""
         keys = list(map(_key, args[:2]))
         if operator in _BOUNDING_IN_PLACE and _is_at_bound(args[0], args[1:]):
             self._replacing.pop(keys[0], None)
@@ -193,7 +193,7 @@ class KeptSums:
             return
         if record := self._unchanged(value, before, change, key, describe):
             known = self._frozen[record.names[1]].get(key)
-            # Of several operators at a line, such as `mul_` and `add_`, the last one decides.
+            # If a line has several operators, such as `mul_` and `add_`, the last one decides.
             times = known.times if known and known.names == record.names else 0
             self._frozen[record.names[1]][key] = replace(record, times=times + 1)
         elif key not in self._weighed:
@@ -302,7 +302,7 @@ class KeptSums:
     def records(self) -> list[Record]:
         """Return the tensors that their changes leave as they were, and the sums that will stop growing."""
         for each in self._replacing.values():
-            # A result of the step alone is gone by its end, and a constant is still there.
+            # By the step's end a temporary result has been freed; a constant still exists.
             if each.kept.expired() and not each.new.expired():
                 self._frozen[each.record.names[1]][each.kept.key] = each.record
         # Several tensors are frozen at one line, and a buffer at each line that changes it.
@@ -317,17 +317,17 @@ class KeptSums:
 
 
 def arrives(operator: Any, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
-    """Return whether an interpolation is fast enough to stay, once its steps are rounded away, near its target only."""
+    """Return whether an interpolation is fast enough to be near its target when rounding stops it."""
     return operator in (aten.lerp, aten.lerp_) and isinstance(args[2], (int, float)) and _follows(args[2], dtype)
 
 
 def _follows(rate: float, dtype: torch.dtype, near: float = _NEAR) -> bool:
-    """Return whether an average that takes this part of its target in each step comes near it in spite of rounding."""
+    """Return whether an average that adds this part of its target in each step approaches it in spite of rounding."""
     return torch.finfo(dtype).eps / 2 <= near * rate
 
 
 def _key(value: Any) -> int:
-    """Return the key of a tensor's storage; 0 of another value."""
+    """Return the key of a tensor's storage; 0 for other values."""
     return storage_key(value) if isinstance(value, torch.Tensor) else 0
 
 

@@ -34,9 +34,10 @@ _MOST_BACKWARDS = 4
 _UNEXPLAINED = 0.01
 #: Maximum part of that share that stays unexplained once the masters' earlier gradients are included.
 _REST = 0.1
-#: Maximum number of an optimizer's weights that are searched for writes between two steps, and of steps in which written ones are
-#: read; minimum number of distinct values of weights that are not meant to be a few values, such as signs.
-_MOST_WEIGHTS, _MOST_READINGS, _FEWEST_VALUES = 16, 20, 17
+#: Maximum number of an optimizer's weights that are searched for writes between two steps, and of steps in which these are read.
+_MOST_WEIGHTS, _MOST_READINGS = 16, 20
+#: Weights with fewer distinct values, such as signs, are meant to have few.
+_FEWEST_VALUES = 17
 #: The dtypes of copies; FP16 holds most of BF16's numbers.
 _COPIED_IN = (torch.bfloat16, torch.float16)
 

@@ -53,7 +53,7 @@ class Pending(NamedTuple):
         node: the sequence number of its autograd node; None if it has none.
         old: the 16-bit values that an operator of the forward changes in place, before it does; None for other operators.
         frame: its caller's, once it has run.
-        place: among the operators that a foreach operator stands for; None if it is no foreach operator.
+        place: among the operators that a foreach operator stands for; None if it is not a foreach operator.
     """
 
     func: Any
@@ -70,7 +70,7 @@ class Pending(NamedTuple):
 
 
 def single_operators(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]] | None:
-    """Return the operators that a foreach operator stands for, each with its arguments; None of another."""
+    """Return the operators that a foreach operator stands for, each with its arguments; None for other operators."""
     name = func.overloadpacket.__name__
     if not name.startswith("_foreach_"):
         return None
@@ -92,7 +92,7 @@ def is_cast_to_fp8(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def divisor_of(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the tensor by which an operator divides, or the variance by whose root it does; None of another operator."""
+    """Return an operator's divisor, or the variance whose square root it divides by; None for other operators."""
     place = _DIVISORS.get(func.overloadpacket.__name__)
     divisor = args[place] if place is not None and len(args) > place else None
     return divisor if has_numbers(divisor) else None
@@ -134,7 +134,7 @@ def _written(func: Any) -> list[tuple[int, str]]:
 def mapped(
     function: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an operator's arguments, each replaced by what a function returns for it, those of its lists too."""
+    """Return an operator's arguments, and the elements of its lists, each replaced by a function's result for it."""
 
     def replaced(value: Any) -> Any:
         if isinstance(value, (list, tuple)):

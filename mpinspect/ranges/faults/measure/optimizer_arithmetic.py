@@ -34,7 +34,7 @@ from mpinspect.runtime.storages import storage_key
 
 aten = torch.ops.aten
 
-#: Bytes of twins, and seconds, after which the rest of an optimizer's step is left out: its parameters are treated alike.
+#: Bytes of twins, and seconds, after which the rest of an optimizer's step is left out: all parameters get the same arithmetic.
 _MOST_BYTES, _MOST_SECONDS = 1 << 30, 2.0
 #: Elements after which the rest of a foreach operator is left out: it may have all parameters at once.
 _MOST_ELEMENTS = 1 << 25
@@ -139,7 +139,7 @@ class WholeStep(SecondComputation):
 
 
 class OptimizerArithmetic(SecondComputation):
-    """Recomputes what an optimizer's ``step`` computes in 16 bits, from its weights, gradients and states as they are.
+    """Recomputes an optimizer's 16-bit arithmetic in FP32, from its weights, gradients and states as they are.
 
     Lost updates of the weights have a fault of their own (``updates.py``), whose harm is measured here. Kahan summation makes
     rounding errors on purpose: additions and differences are judged only where they change a state.

@@ -18,14 +18,14 @@ from mpinspect.ranges.faults.measure.twins import Marks
 
 aten = torch.ops.aten
 
-#: Operators whose result has the errors of their operands in their own size; others have them relative to the operand.
+#: Operators that pass on the absolute errors of their operands; others pass on relative errors.
 _ADDING = frozenset({aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.cat, aten.stack})
 #: The largest error of rounding once: relative, and in FP16 also that of a subnormal number.
 _ROUNDING = {torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
 _TINY = torch.finfo(torch.float32).tiny
-#: Elements, evenly spread, of which a tensor's error is estimated.
+#: Number of evenly spaced elements from which a tensor's error is estimated.
 _SAMPLE = 1 << 14
-#: Rounding explains a growth up to this factor beyond it.
+#: Rounding explains a result's error up to this multiple of the operands' error and one rounding together.
 _EXPLAINED = 1.5
 #: An operator with a larger share of the squared error made most of it.
 _MOST = 0.5

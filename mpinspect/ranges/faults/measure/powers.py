@@ -49,7 +49,7 @@ _LINEAR = frozenset(
         *("_coalesce", "values", "_values", "coalesce", "lift_fresh", "lift_fresh_copy"),
     }
 )
-#: Operators whose tensors should have one power, though another one is no certain fault.
+#: Operators whose tensors should have one power; different powers are a fault only in some of their uses.
 _MERGING = frozenset({"where", "cat", "stack", "maximum", "minimum", "fmax", "fmin", "index_put", "_index_put_impl"})
 #: Positions of the value of operators that fill.
 _FILLS = {"fill": 1, "full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}
@@ -112,7 +112,7 @@ class PowersOfScale:
                 self._set(parameter.grad, None)
 
     def scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
-        """Handle that ``scaler.scale(given)`` returned ``scaled``; waits for the GPU."""
+        """Raise the powers of the tensors that ``scaler.scale(given)`` returned as ``scaled``; waits for the GPU."""
         scale = getattr(scaler, "_scale", None)
         if scaled is given or not isinstance(scale, torch.Tensor):
             return
@@ -293,13 +293,13 @@ class PowersOfScale:
         """Return whether a bound is certainly not multiplied by the loss scale, and neither zero nor infinite."""
         if isinstance(bound, torch.Tensor):
             return self._power(bound) == 0.0
-        # A multiple of the scale has more digits than its factor.
+        # If the bound is a multiple of the scale, dividing by the scale leaves fewer digits.
         return 0 < abs(bound) < math.inf and _digits(bound) < _digits(bound / self._scale)
 
     # -- sums -------------------------------------------------------------------------------------------------------
 
     def _terms(self, name: str, args: tuple[Any, ...]) -> tuple[Power, Power] | None:
-        """Return the powers of a sum's two terms; None if the operator is no sum."""
+        """Return the powers of a sum's two terms; None if the operator is not a sum."""
         if name == "addcdiv":
             return self._term(args[0]), self._result("div", args[1:3])
         if name not in _SUMS:

@@ -1,6 +1,6 @@
-"""Computes twice what a script prepares in 16 bits before it trains: tables, schedules, normalised features.
+"""Computes a script's preparations in 16 bits a second time in FP32: tables, schedules, normalised features.
 
-At the end each tensor that is left is compared with its FP32 twin. What has been freed by then cannot harm the training.
+When the training begins, each tensor that still exists is compared with its FP32 twin. Freed tensors can't harm the training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MOST = 3
 
 
 class PreparedTensors(SecondComputation):
-    """Recomputes operators outside of a training, and judges the tensors that are left of them.
+    """Recomputes operators before a training, and judges those of their results that still exist when it begins.
 
     Args:
         used_up: called when its time, memory or number of operators is used up.

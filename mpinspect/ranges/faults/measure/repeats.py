@@ -345,7 +345,7 @@ def _roots(sources: Sequence[str], names: Sequence[str | None]) -> dict[str, str
 
 
 def _disabled(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that torch.compile leaves alone, as all that it calls."""
+    """Return a function that torch.compile does not compile; its callees run eagerly too."""
     return torch.compiler.disable(function)  # type: ignore[no-untyped-call,no-any-return]
 
 

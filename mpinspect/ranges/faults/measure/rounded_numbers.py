@@ -235,7 +235,7 @@ class RoundedNumbers:
 
 
 def coarse_difference(one: Any, other: Any, is_sum: bool) -> dict[str, float] | None:
-    """Return figures of a difference of FP32 numbers beyond 2^24 that is a few units in their last place; None of others.
+    """Return figures of a difference of FP32 numbers beyond 2^24 that is a few units in their last place; else None.
 
     Numbers that were computed for a gradient are left out. Waits for the device.
 

@@ -618,7 +618,7 @@ class SecondComputation:
         )
         for kind, size in worsts:
             records = [each for each in self._found.get(kind, []) if each.names[:2] not in judged]
-            # A large error may be harmless, and a smaller one do all the harm.
+            # Sorted by effect where it is known: a large error may be harmless, and a small one harmful.
             weighed = sorted((each for each in records if self._effects.of(each) is not None), key=self._effects.of)  # type: ignore[arg-type]
             others = sorted(
                 (each for each in records if self._effects.of(each) is None), key=lambda each: getattr(each, size)
@@ -728,7 +728,7 @@ def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:
     """Return the distance of a tensor from its twin, relative to the twin's norm."""
     off = ratio(distance(value, twin), float(twin.norm()))
     if math.isnan(off) and bool(((value == twin) | (value - twin).isfinite()).all()):
-        # A mask's infinities are no error.
+        # A mask's infinities are intended.
         finite = twin.isfinite()
         return ratio(distance(value[finite], twin[finite]), float(twin[finite].norm()))
     return off

@@ -105,7 +105,7 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         failed: called with an exception of either, which then sees no more; None lets it pass.
     """
 
-    #: Of `torch.cond` and the like, the chosen branch runs as it is.
+    #: The chosen branch of `torch.cond` and the like runs unchanged.
     supports_higher_order_operators = True
 
     def __init__(

@@ -162,10 +162,10 @@ class _Whole(Sentences):
 def _positions_collapse(case: Case) -> Iterator[Found]:
     """Positions, or other whole numbers, that become equal to their neighbours in 16 bits.
 
-    False alarms: It is measured if a cast, an arange or a cumsum makes distinct whole numbers equal that are then subtracted from
-    each other, compared, made integers again or given a sine. Whole targets that a loss ranks look like that. Counts that
-    something is divided by, and targets of a regression, are not reported. It is inferred if numbers that were made before the
-    step are whole and above the format's exact ones (256 in BF16, 2,048 in FP16): they may have been representable.
+    False alarms: The collapse is measured if a cast, an arange or a cumsum makes distinct whole numbers equal, and these are then
+    subtracted from each other, compared, cast to integers or used in a sine. Whole targets that a loss ranks look the same.
+    Divisors that are counts, and targets of a regression, are not reported. The finding is inferred for whole numbers made before
+    the step and above the format's exact ones (256 in BF16, 2,048 in FP16): they may have been representable.
     """
     found = sorted(case.recorded(Positions), key=lambda each: not each.is_table)
     for measured in found[:1]:
@@ -210,10 +210,10 @@ class _Tied(Sentences):
 
 
 def _router_ties(case: Case) -> Iterator[Found]:
-    """Scores in 16 bits of which several are equal at the edge of the top k, where the exact ones differ.
+    """Scores that are equal in 16 bits at the edge of a top k, although the exact scores differ.
 
-    False alarms: It is measured, from one row in a hundred on. Ties that the exact scores have too, and ties at zero, do not
-    count.
+    False alarms: The ties are measured, and reported from one row in a hundred on. Ties that the exact scores have too, and ties
+    at zero, do not count.
     """
     for measured in case.recorded(Ties):
         words = {"module": module_named(measured.name), "dtype": measured.text}

@@ -103,7 +103,7 @@ class LayerInFP32(Sentences):
 
     TO_FP32 = "model.get_submodule({path}).float()"
     FORWARD = (
-        "# once; likewise what takes its result\n"
+        "# once; also modules that use its result\n"
         "layer = model.get_submodule({path})\n"
         "forward = layer.forward\n"
         "def in_fp32(*inputs):\n"

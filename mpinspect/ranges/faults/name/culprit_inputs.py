@@ -177,7 +177,7 @@ def _batch_not_finite(case: Case) -> Iterator[Found]:
 
 
 def _others(further: int, case: Case) -> _Batch | None:
-    """Return the sentence on the other steps, of which so many had such an input; None if some of them are not known."""
+    """Return the sentence on the further steps with such an input, ``further`` of them; None if their number is not known."""
     is_known = case.session.info.watch and case.progress.watched_steps is None
     is_alone = is_known and len({event.step for event in case.events}) == 1
     return _Batch.ALSO.when(further) or _Batch.ALONE.when(is_alone)
@@ -199,7 +199,7 @@ def _is_of_targets(measured: Examined, event: Event | None) -> bool:
 class _Outliers(Sentences):
     BEYOND = (
         "In step {step} the batch holds values up to {largest:.3g}{places}, beyond FP16's maximum of 65504: the cast to FP16 in "
-        "{module} makes infinities of them."
+        "{module} turns them into infinities."
     )
     AGAIN = "It is so in at least {further:count further step}."
     LEAVE_OUT = (
@@ -260,7 +260,7 @@ def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
     """A softmax or an attention in which a mask hides every element of a row.
 
     False alarms: A softmax is reported only if the autograd graph shows a mask just before it; scores that are -inf for
-    another reason are not reported, nor any if a step computed twice shows an infinity of rounding in the same module.
+    another reason are not reported. A module whose rounding overflowed in a step computed twice is left out.
     """
     for measured in case.recorded(ExaminedMask):
         if _is_infinity_of_rounding(case, measured):
@@ -313,8 +313,8 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
     """A row of zeros divided by its own maximum or norm.
 
     False alarms: A module without trained parameters has no graph: rows of zeros that become NaN there are taken for a
-    division, and the finding is inferred. So it is of a linear layer or convolution whose weight is zero and whose output is the
-    first NaN.
+    division, and the finding is inferred. It is inferred, too, for a linear layer or convolution with a weight of zeros whose
+    output is the first NaN.
     """
     for measured in case.recorded(ExaminedZeroRow):
         words, is_inferred = {"places": bracketed(_rows(measured))}, bool(measured.name)
@@ -502,7 +502,7 @@ def _is_origin_known(case: Case) -> bool:
     return any(record.names[2] == "forward" for record in broken)
 
 
-#: The most lines of which one is said to have the operation.
+#: A sentence lists at most this many lines, one of them with the operation.
 _FEW_LINES = 3
 #: Words of an operation's description, by the name of the operator that a second computation records.
 _DESCRIBED = {
@@ -542,7 +542,7 @@ def _called_lines(case: Case, measured: Examined) -> list[str]:
 
 
 def further_lines(case: Case, found: Record) -> list[str]:
-    """Return other lines on which the operator of a record of a step computed twice is infinite by itself."""
+    """Return the other lines on which the operator of a record breaks in the same step, which was computed twice."""
     same = (found.step, found.names[0], found.names[2])
     alike = (each for each in case.recorded(type(found)) if (each.step, each.names[0], each.names[2]) == same)
     lines = dict.fromkeys(each.names[1] for each in alike)
@@ -593,13 +593,12 @@ class _Weights(Sentences):
     BROKE_THE_BACKWARD = "In step {before} the backward was no longer finite."
     RAISED_THE_LOSS = "The loss had grown to {loss_ratio:.3g} times the first one."
     MOVED_FAR = (
-        "In each step its elements moved by {moved:,.0f} times the learning rate, where those of {optimizer} should move by "
-        "about 1: it divides by an average of squared gradients that is too small, as where 8 bits or FP16 round the small ones "
-        "to zero."
+        "In each step its elements moved by {moved:,.0f} times the learning rate; {optimizer} should move them by about once "
+        "that. It divides by an average of squared gradients that is too small: 8 bits and FP16 round small ones to zero."
     )
     WIDE_SQUARES = (
-        "Keep the optimizer's average of squared gradients in FP32, or in 8 bits its square root, rounded up: it may not become "
-        "zero where a gradient is not. If the weights still explode, lower the learning rate."
+        "Keep the optimizer's average of squared gradients in FP32, or in 8 bits its square root, rounded up: it must not be "
+        "zero where the gradient is not. If the weights still explode, lower the learning rate."
     )
     ROOT = (
         "# v in FP32; or its root in 8 bits\n"
@@ -629,7 +628,7 @@ _SINGULAR = (ExaminedArgument, ExaminedMask, ExaminedZeroRow)
 def _weights_exploded(case: Case) -> Iterator[Found]:
     """Weights that had exploded before the first infinity.
 
-    False alarms: A norm that grows to 16 times its first value is no fault if the weights begin near zero (LoRA's B, a
+    False alarms: A norm that grows to 16 times its first value is not a fault if the weights begin near zero (LoRA's B, a
     zero-initialised head): it is reported only if something also became infinite or the training diverged. If a scaler skipped
     all such steps, most weights must have grown.
     """
@@ -647,7 +646,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     before = min((event.step for event in broken), default=case.progress.steps)
     ratio = max(each.ratio for each in at_once)
     if first.step > before or (_has_singularity(case, before) and ratio < 2.0 ** (first.step + 1)):
-        # Beside an argument at the edge of its domain, weights that did not even double in each step are no explosion.
+        # If an argument was at the edge of its domain, weights count as exploded only if they doubled in each step.
         return
     rate, initial = first.lr, first.initial_lr
     is_scheduled = initial is not None and initial != rate

@@ -23,7 +23,7 @@ class _Integers(Sentences):
 def _integers_rounded(case: Case) -> Iterator[Found]:
     """Ids, indices or counts that pass through a 16-bit format and are made integers again.
 
-    False alarms: It is measured: all were whole numbers before the cast, and some are others after it.
+    False alarms: The change is measured: all were whole numbers before the cast, and some are others after it.
     """
     for changed in by_place(case.recorded(ChangedIntegers), "changed"):
         yield found_at(changed, _Integers.CHANGED, _Integers.APART, _Integers.CAST_THE_REST)
@@ -35,7 +35,7 @@ class _Choices(Sentences):
         "{of:.0f}, such as {given:.0f} in place of {exact:.0f}. They are used as indices or weights."
     )
     OTHER_MASK = (
-        "In step {step}, in {place}, {choice} decides otherwise of numbers in {dtype:format} than in FP32, in {changed:.0f} of "
+        "In step {step}, in {place}, {choice} of numbers in {dtype:format} has another result than in FP32 in {changed:.0f} of "
         "{of:.0f} elements. The result is used as a mask."
     )
     NO_FRACTION = (
@@ -63,9 +63,9 @@ _CHOICES = {"_to_copy": "a cast to integers", "max": "a maximum", "min": "a mini
 def _choices_differ(case: Case) -> Iterator[Found]:
     """Integers or a mask that rounding decides: the floor of a position, the nearest code, the entry of a cumulative sum.
 
-    False alarms: It is measured, from one integer in twenty on, if they are used in the same step. A choice between near equals,
-    such as a maximum of similar scores, may matter little. Of a table that was made before the step it is inferred: it has
-    nearly all numbers of its format, and most of them several times.
+    False alarms: The changed integers are measured, and reported from one in twenty on if they are used in the same step. A
+    choice between near equals, such as a maximum of similar scores, may matter little. For a table made before the step the
+    finding is inferred: the table has nearly all numbers of its format, and most of them several times.
     """
     by_kind: dict[bool, ChangedChoices] = {}
     for choices in by_place(case.recorded(ChangedChoices), "changed"):

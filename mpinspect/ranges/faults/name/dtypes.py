@@ -125,7 +125,7 @@ class _Stale(Sentences):
 def _stale_casts(case: Case) -> Iterator[Found]:
     """A forward in an autocast region in which the weights have changed since it cast them.
 
-    False alarms: It is measured. A loop that clears the cache by itself (torch.clear_autocast_cache) is not reported.
+    False alarms: The stale cast is measured. A loop that clears the cache by itself (torch.clear_autocast_cache) is not reported.
     """
     found = sorted(case.recorded(StaleCasts), key=lambda each: len(each.names))
     for stale in found[:1]:

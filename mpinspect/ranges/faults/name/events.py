@@ -28,7 +28,7 @@ FEWEST_SKIPS = 3
 def _non_finite(case: Case) -> Iterator[Found]:
     """Infinities and NaNs: at most one finding each on the forward and the backward, or one from the counts alone.
 
-    False alarms: A step that a scaler skips in search of its scale is reported as information.
+    False alarms: A step that a scaler skips in search of its scale is reported as info.
     """
     events = case.events
     harmless = [event for event in events if event.phase == "forward" and event.gradients_finite]
@@ -97,15 +97,17 @@ def _steps(count: int, first: int) -> str:
 
 class _Left(Sentences):
     HELD = "When the run ended {tensor!r} held {a_value}; {explanation}."
-    WATCH_OFF = "In which step that began is not known: the watch was off."
+    WATCH_OFF = "The step in which that began is not known: the watch was off."
     WATCH_LIMITED = (
-        "In which step that began is not known: the watch checked {watched} of {steps} steps, since its time "
-        "was limited."
+        "The step in which that began is not known: the watch checked {watched} of {steps} steps, since its time was "
+        "limited."
     )
-    ALL_FINITE = "In which step that began is not known: every value that the watch read in the steps taken was finite."
+    ALL_FINITE = (
+        "The step in which that began is not known: every value that the watch read in the steps taken was finite."
+    )
     ALL_FINITE_BUT_HARMLESS = (
-        "In which step that began is not known: every value that the watch read in the steps taken was finite, but in step "
-        "{harmless_step}, where {harmless}."
+        "The step in which that began is not known: every value that the watch read in the steps taken was finite, except in "
+        "step {harmless_step}, where {harmless}."
     )
     RUN_AGAIN = (
         "Run it again with the watch at every step (watch=True without max_overhead, or mpinspect run --max-overhead none): it "
@@ -327,7 +329,7 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
 def _outcome(
     events: Sequence[Event], case: Case, skipped: int, count: int
 ) -> tuple[str, tuple[_Backward, ...], tuple[_Backward, ...]]:
-    """Return the severity, what became of the steps, and the fix."""
+    """Return the severity, the outcome of the steps, and the fix."""
     session = case.session
     stepped = next((event for event in events if event.story == TAKEN), None)
     if stepped is not None and survived(stepped, session):
@@ -476,7 +478,7 @@ class _Unwatched(Sentences):
 def _unwatched_skips(case: Case) -> Iterator[Found]:
     """Skipped steps that were not watched: the watch was off, or did not cover every step.
 
-    False alarms: A few skips, as a scaler needs to find its scale, are reported as information.
+    False alarms: A few skips, as a scaler needs to find its scale, are reported as info.
     """
     progress, info, skipped = case.progress, case.session.info, case.progress.skipped_steps
     if _of_backward(case) or not skipped or (info.watch and progress.watched_steps is None):

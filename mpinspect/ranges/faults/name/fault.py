@@ -111,7 +111,7 @@ class Fault:
         words: the sentences that it can print.
         explains: ids of the findings that are consequences of this one.
         explains_from: the least severity of an occurrence that explains them: a milder one did no harm.
-        is_of_every_step: whether the loop's code has the fault, so that it explains what began before the step that showed it.
+        is_of_every_step: whether the loop's code has the fault, so that it explains findings from earlier steps, too.
         checked: the steps in which it is checked, if only a step computed twice can show it.
     """
 
@@ -147,7 +147,7 @@ class Fault:
     def finding(self, found: Found, session: Session) -> Finding:
         """Return the finding of one occurrence; its code begins with the lines of the script that it is about.
 
-        Its evidence has the line of the training loop at which the code goes, as "change_at".
+        "change_at" in its evidence is the line of the training loop where the code is to be inserted.
         """
         loop = Loop(session)
         figures = {

@@ -104,7 +104,7 @@ class _Flushed(Sentences):
 def _gradients_flushed(case: Case) -> Iterator[Found]:
     """Gradients that the format would flush to zero without loss scaling.
 
-    False alarms: A run whose own loss scale serves them, or that holds them in a wider format, gets information.
+    False alarms: A run whose own loss scale serves them, or that holds them in a wider format, is reported as info.
     """
     decision = case.advised.decision
     if decision is None or not decision.suffering:
@@ -177,7 +177,7 @@ class _Fine(Sentences):
 def _weight_gradients_fine(case: Case) -> Iterator[Found]:
     """Weight gradients that need no loss scale, while gradients of activations do.
 
-    False alarms: It is no alarm.
+    False alarms: None: it asks for no change.
     """
     decision = case.advised.decision
     if decision is None:
@@ -200,11 +200,11 @@ def _weight_gradients_fine(case: Case) -> Iterator[Found]:
 
 class _Before(Sentences):
     FLUSHED = (
-        "Of {tensor} up to {already_flushed_fraction_high:percent} were flushed before they could be counted, being no larger "
+        "Up to {already_flushed_fraction_high:percent} of {tensor} were flushed before they could be counted, being no larger "
         "than 2^{floor_exponent}."
     )
-    SOME_WERE_VALUES = "The counts crowd just above that, so some of the zeros were values."
-    UNKNOWN = "How many of the zeros were values is not known."
+    SOME_WERE_VALUES = "The counts crowd just above that, so some of the zeros are flushed values."
+    UNKNOWN = "How many of the zeros are flushed values is not known."
     TAKE_OR_SCALE = "Take the gradients of a few batches in FP32 to see them, or scale the loss."
     TAKE = "Take the gradients of a few batches in FP32 (autocast off, scale 1) to see them."
     TAKE_OR_RUN_AT = (
@@ -351,7 +351,7 @@ class _Window(Sentences):
 def _scale_window_empty(case: Case) -> Iterator[Found]:
     """A layer that needs a larger loss scale than another layer can take without overflow.
 
-    False alarms: A run that holds the values of these layers in a wider format gets information.
+    False alarms: A run that holds the values of these layers in a wider format is reported as info.
     """
     decision, session = case.advised.decision, case.session
     if decision is None or not decision.window.is_empty:
@@ -416,7 +416,7 @@ class _Moves(Sentences):
 def _scale_window_moves(case: Case) -> Iterator[Found]:
     """A largest safe loss scale that moves over the run by more than the headroom.
 
-    False alarms: It is information.
+    False alarms: The severity is info.
     """
     decision, advice = case.advised.decision, case.advised.advice
     if decision is None or decision.rules.format.exponent_bits >= FLOAT32.exponent_bits:
@@ -461,7 +461,7 @@ class _Noise(Sentences):
 def _rounding_noise(case: Case) -> Iterator[Found]:
     """Gradients that are zero in theory, and rounding noise in fact.
 
-    False alarms: It is information.
+    False alarms: The severity is info.
     """
     names = [layer.name for layer in _gradients(case) if layer.rounding_noise]
     if not names or case.advised.diverged:

@@ -193,7 +193,7 @@ def _stands_still(case: Case) -> Iterator[Found]:
     the run's end is reported in any format, from eight steps and 5% of the run on.
 
     False alarms: A line search that has reached the minimum of the rounded loss is reported; in FP32 it may find a lower one. An
-    optimizer that is stopped on purpose by a learning rate of 0 is reported; as information below a quarter of its steps.
+    optimizer that is stopped on purpose by a learning rate of 0 is reported; as info below a quarter of its steps.
     """
     yield from _rate_is_zero(case)
     format, found = run_format(case.session), next(case.recorded(Standstill), None)

@@ -91,7 +91,7 @@ class Born(Sentences):
     FROM_ORIGIN_IN_FP32 = (
         "Compute in FP32 from {origin_place} to {place}: a cast to FP32 in between does not restore the lost bits."
     )
-    FROM_NEAR_IN_FP32 = "Compute in FP32 from {origin_place} to {place}, and the operators that take its result."
+    FROM_NEAR_IN_FP32 = "Compute in FP32 from {origin_place} to {place}, and in the operators that take its result."
     SUBTRACT_LARGEST = "If it is normalised afterwards, subtract the largest exponent first."
     OPERATOR_IN_FP32 = "Compute this operator, and the operators before it that make its inputs, in FP32."
     PLAIN = "y = {expression}"
@@ -124,7 +124,7 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     """An operator whose result in 16 bits overflows, where the exact one is finite: of the forward, of an optimizer's step, or of
     a backward that breaks at loss scales below 2^-8 too.
 
-    False alarms: It is measured. A mask of -inf that the exact computation does not have is reported too.
+    False alarms: The overflow is measured. A mask of -inf that the exact computation does not have is reported too.
     """
     return (found for found in _born_infinite(case) if found.evidence["largest"])
 
@@ -133,7 +133,7 @@ def _input_rounded_away(case: Case) -> Iterator[Found]:
     """An operator whose result in 16 bits is infinite or NaN, since an earlier operator rounded one of its inputs: a division by
     a difference or an epsilon that became zero.
 
-    False alarms: It is measured. The operator that rounded is named where it stands on another line.
+    False alarms: The rounding is measured. The operator that rounded is named if it stands on another line.
     """
     return (found for found in _born_infinite(case) if not found.evidence["largest"])
 
@@ -310,7 +310,7 @@ class _Alike(Sentences):
 def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     """An operator whose result is infinite or NaN in the exact computation as well.
 
-    False alarms: It is measured. It is information if no forward of the run was infinite or NaN.
+    False alarms: The result is measured. The severity is info if no forward of the run was infinite or NaN.
     """
     examined = case.recorded(ExaminedArgument)
     if any(CONSTANT not in each.text for each in examined):
@@ -362,7 +362,7 @@ class _Divisor(Sentences):
 def _divisor_infinite(case: Case) -> Iterator[Found]:
     """A stored divisor in FP16 that is infinite, such as the running variance of a model that was cast for evaluation.
 
-    False alarms: It is measured. An infinite divisor may switch a channel off on purpose.
+    False alarms: The divisor is measured. An infinite divisor may switch a channel off on purpose.
     """
     for divisor in case.recorded(InfiniteDivisor):
         code = _Divisor.CODE.when(divisor.name) or _Divisor.OTHER

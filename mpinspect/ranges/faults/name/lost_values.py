@@ -35,7 +35,7 @@ from mpinspect.ranges.records import (
 )
 from mpinspect.reporting.sentences import Sentences
 
-#: The part of a sum that is not lost by rounding alone, whatever the gradients are.
+#: A larger lost part of a sum counts as harmful even if the gradients are nearly right.
 _MOST_OF_IT = 0.25
 #: The share of a sum's elements that do not change, from which on an addition does nothing.
 _MOSTLY = 0.5
@@ -61,7 +61,8 @@ class _Sum(Sentences):
 def _sum_loses_terms(case: Case) -> Iterator[Found]:
     """A sum in 16 bits whose terms are rounded away.
 
-    False alarms: It is measured, from an error of 3% on. It is information below 25% if no weight's gradient is off by 10%.
+    False alarms: The error is measured, and reported from 3% on. Below 25% the severity is info, unless a weight's gradient is
+    off by 10%.
     """
     for lost in by_place(case.recorded(LostSum), "error"):
         also, words = gradients_off(lost)
@@ -81,7 +82,7 @@ class _Absorbed(Sentences):
     )
     SUM_STOPS = (
         "In step {step}, in {place}, {times:.0f} additions in {dtype:format} to one sum lose {error:percent} of their terms: "
-        "each leaves {unchanged:percent} of the elements as they were, whose terms are below half a unit in their last place."
+        "each leaves {unchanged:percent} of the elements unchanged, since the terms are below half a unit in the last place."
     )
     SUM_IN_FP32 = "Keep the running sum in FP32, and add FP32 terms to it."
     ZERO_IN_FP32 = "# once\ntotal = total.float()\n# in the loop\ntotal = total + term.float()"
@@ -92,8 +93,8 @@ class _Absorbed(Sentences):
 def _addition_changes_nothing(case: Case) -> Iterator[Found]:
     """An addition in 16 bits whose smaller operand the larger one absorbs.
 
-    False alarms: A branch that begins near zero on purpose (LayerScale, a zero-initialised adapter) is information: its root mean
-    square is below 2^-6.
+    False alarms: A branch that begins near zero on purpose (LayerScale, a zero-initialised adapter) is reported as info: its
+    root mean square is below 2^-6.
     """
     for absorbed in by_place(case.recorded(AbsorbedOperand), "error"):
         also, words = gradients_off(absorbed)
@@ -145,7 +146,8 @@ class _Kept(Sentences):
     STATE = 'state["{buffer}"] = torch.zeros_like(\n    parameter, dtype=torch.float32\n)'
     BUFFER_IN_FP32 = (
         "Keep this buffer in FP32, and add FP32 terms to it. A cast of the model (.to(dtype), Lightning's bf16-true) casts its "
-        "buffers too, whatever dtype they were registered in: cast this one back afterwards. A number may be one of Python's."
+        "buffers too, whatever dtype they were registered in: cast this one back afterwards. A single number can be a "
+        "Python float."
     )
     IN_FP32 = "Keep this tensor in FP32, and add FP32 terms to it."
     SCALED_IN_FP32 = "Keep this tensor in FP32, or a schedule's number as a Python float."
@@ -174,11 +176,11 @@ _SCALING = {"mul": "multiplications", "div": "divisions", "pow": "powers", "lerp
 
 
 def _sum_stops(case: Case) -> Iterator[Found]:
-    """A moving average, running sum, counter or schedule in 16 bits, an optimizer's state, or a weight that the loop changes,
-    that no longer changes, or will not for long, or whose change in a step is mostly rounding.
+    """A 16-bit moving average, running sum, counter, schedule, optimizer's state or loop-updated weight that has stopped
+    changing, will stop soon, or changes in a step mostly by rounding.
 
-    False alarms: A sum that is set to zero again in time only rounds its terms. A number at the bound of a clamp is left out.
-    That a sum will stop is inferred from one addition a step, and information if it would not within the run.
+    False alarms: A sum that is reset to zero in time only rounds its terms. A number at the bound of a clamp is left out. A later
+    stop is inferred, assuming one addition a step; if the run ends before, the severity is info.
     """
     flushed = _flushed_lines(case)
     moments = {found.evidence["state"] for found in moments_cannot_decay(case) if not found.is_inferred}
@@ -235,7 +237,7 @@ class _Flush(Sentences):
         "exact values are up to {largest:.2g}; FP16 flushes magnitudes of 3e-8 and below."
     )
     TAKEN = "A tensor that persists from step to step takes them."
-    OF_LOGARITHM = "A logarithm takes them, whose result depends on the magnitudes of small values."
+    OF_LOGARITHM = "A logarithm takes them: its result depends on the magnitudes of small values."
     CAST = (
         "In step {step}, in {place}, a cast to {dtype:format} flushes {flushed:percent} of {count:count non-zero value} to zero. "
         "They are up to {largest:.2g}; {dtype:format} flushes magnitudes of 2^{edge} and below."
@@ -253,12 +255,12 @@ class _Flush(Sentences):
 
 
 def _operator_flushes(case: Case) -> Iterator[Found]:
-    """An operator of an optimizer's step, or of values that the loop keeps, most of whose results FP16 flushes; or a cast to FP8
-    that flushes nearly all values.
+    """An operator in FP16 that flushes most of its results, in an optimizer's step or in values that the loop keeps; or a cast to
+    FP8 that flushes nearly all values.
 
-    False alarms: It is measured, from half of the results on. Values that are to be zero in the end, such as updates after the
-    training has converged, are reported too. A cast to FP8 is reported if it flushes nine tenths of the values and half of their
-    sum.
+    False alarms: The flushed share is measured, and reported from half of the results on. Values that tend to zero, such as
+    updates after the training has converged, are reported too. A cast to FP8 is reported if it flushes nine tenths of the values
+    and half of their sum.
     """
     yield from _casts_flush(case)
     if any(moments_flushed(case)) or any(epsilon_zero(case)):
@@ -293,7 +295,7 @@ class _Saturated(Sentences):
 def _cast_saturates(case: Case) -> Iterator[Found]:
     """A clamp before a cast to FP8 that cuts off a part of the values, since their scale is too large for them.
 
-    False alarms: It is measured, from 5% of the sum of magnitudes on. Some trainings endure that.
+    False alarms: The cut is measured, and reported from 5% of the sum of magnitudes on. Some trainings converge in spite of it.
     """
     for clamp in by_place(case.recorded(SaturatedCast), "lost"):
         yield found_at(clamp, _Saturated.CUT, _Saturated.CURRENT_SCALE, _Flush.SCALED, {"type": _FP8_TYPES[clamp.text]})
@@ -315,9 +317,9 @@ class _One(Sentences):
 
 
 def _constant_is_one(case: Case) -> Iterator[Found]:
-    """A decay factor in 16 bits that an optimizer's step subtracts from 1, which it equals.
+    """A decay factor that rounds to 1 in 16 bits, so that an optimizer's step computes 1 - factor as zero.
 
-    It is an error if nearly no update changes a weight: a division by the difference gives infinities, and these updates of zero.
+    It is an error if nearly no update changes a weight: dividing by that zero gives infinities, and then updates of zero.
 
     False alarms: That the number was rounded to 1 is inferred. A factor that is 1 on purpose is reported too.
     """
@@ -342,12 +344,12 @@ class _Left(Sentences):
         "leaves mostly that error: its {inputs} off by {before:percent}, its result is off by {off}."
     )
     ERROR_IS_RAISED = (
-        "In step {measured}, in {place}, {operator} makes an error {times:.0f} times as large: its {inputs} off by "
+        "In step {measured}, in {place}, {operator} multiplies an error by {times:.0f}: its {inputs} off by "
         "{before:percent}, its result is off by {off}."
     )
     RAISES_EARLIER = (
         "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
-        "makes that error {times:.0f} times as large: its {inputs} off by {before:percent}, its result is off by {off}."
+        "multiplies that error by {times:.0f}: its {inputs} off by {before:percent}, its result is off by {off}."
     )
     LARGE_NUMBERS = (
         "In step {step}, in {place}, numbers up to {largest:.4g} in {dtype:format} are subtracted from each other, where "
@@ -375,9 +377,9 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
     difference of whole numbers that FP32 can't represent, such as Unix times. Or the operator that enlarged an error most, if the
     gradients are off by as much as their size and nothing else explains it.
 
-    False alarms: It is measured. It is information if no weight's gradient is off by 10% and no infinity or NaN follows from it,
-    unless it is a difference in 16 bits in code outside of modules, as of a loss. Of numbers beyond 2^24 in FP32 it is inferred:
-    they may be multiples of their distance there by chance.
+    False alarms: The error is measured. The severity is info if no weight's gradient is off by 10% and no infinity or NaN
+    follows, except for a difference in 16 bits outside of modules, as in a loss. Beyond 2^24 in FP32 the finding is inferred: the
+    numbers may be multiples of the format's spacing by chance.
     """
     first = first_event(case)
     flushed = _flushed_lines(case)

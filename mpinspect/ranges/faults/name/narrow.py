@@ -255,7 +255,7 @@ class _Bias(Sentences):
 def _bias_left_out(case: Case) -> Iterator[Found]:
     """Biases that a conversion of the weights leaves out of the forward, as that to MXFP8 of torchao 0.18 does.
 
-    False alarms: A bias whose gradient something else removes is reported, if its layer is converted.
+    False alarms: In a converted layer, a bias whose gradient the script removes itself is reported too.
     """
     records = [
         record

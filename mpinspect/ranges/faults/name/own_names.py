@@ -54,7 +54,7 @@ class _Use:
 def with_own_names(code: str, source: str, operator: str) -> str:
     """Return a finding's code with the operands and the result of the user's line in place of a, b, x and y.
 
-    The code is unchanged where the line is no statement, where it has the operator not at all or several times, and where an
+    The code is unchanged where the line is not a statement, where it has the operator not at all or several times, and where an
     operand is cast to 16 bits in it.
 
     Args:
@@ -104,7 +104,7 @@ def operand_in(source: str, operator: str, index: int) -> str:
 
 
 def _statement(source: str) -> ast.stmt | None:
-    """Return the only statement of a line; None if the line is no statement."""
+    """Return the only statement of a line; None if the line is not a statement."""
     try:
         (statement,) = ast.parse(source).body
     except (SyntaxError, ValueError):

@@ -27,11 +27,11 @@ class _Prepared(Sentences):
     )
     FLUSHED = (
         "Before the first step, in {place}, {operator} rounds to {dtype:format}. A tensor of {of:count element} made from its "
-        "result has {flushed:count zero} that FP32 has not: one is {exact:.2g} there."
+        "result has {flushed:count zero} that FP32 does not have: one is {exact:.2g} there."
     )
     IN_FP32 = "Compute it in FP32 from FP32 values. Cast the finished tensor if it has to be in 16 bits."
     IN_INTEGERS = (
-        "Keep ids, and all numbers whose last digit matters, in int64. {dtype:format} has each whole number only up to "
+        "Keep ids, and all numbers whose last digit matters, in int64. {dtype:format} holds every whole number only up to "
         "{most:.0f}."
     )
     CODE = "# from inputs in FP32\ny = {expression}"
@@ -43,7 +43,7 @@ def _is_inexact(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` in a process that trains alone, until the first step or the first ``torch.compile``.
 
-    It is an error if elements are infinite or NaN, and information if the tensor is off by less than 10% and no element that is
+    It is an error if elements are infinite or NaN, and an info if the tensor is off by less than 10% and no element that is
     at least 2^-11 of the largest became zero.
 
     False alarms: A tensor that the training does not use is reported if it still exists. Features that are off by a constant may

@@ -440,7 +440,7 @@ class _Summed(Sentences):
 def _summed_in_16_bits(case: Case) -> Iterator[Found]:
     """Gradients of ranks that are summed in 16 bits.
 
-    False alarms: Below 256 ranks (BF16; 2048 in FP16) it is information.
+    False alarms: Below 256 ranks (BF16; 2048 in FP16) the severity is info.
     """
     world = case.session.info.world_size
     for dtype in case.precision.reduced:

@@ -144,7 +144,7 @@ class _Elsewhere(Sentences):
 def _broken_elsewhere(case: Case) -> Iterator[Found]:
     """A loss that is not finite because weights of another model, such as a discriminator, are infinite or NaN.
 
-    False alarms: It is measured: these weights are in the graph of the loss, and this model's weights are finite.
+    False alarms: The cause is measured: these weights are in the graph of the loss, and this model's weights are finite.
     """
     for broken in case.recorded(BrokenElsewhere):
         yield Found(

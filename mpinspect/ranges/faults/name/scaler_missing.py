@@ -71,7 +71,7 @@ class _Missing(Sentences):
     )
     FLUSHES = "Gradients of 2^-25 and below become zero, and no scaler skips a step that overflows."
     ZEROS = "The weight gradients of {zeros} were zero in all sampled steps."
-    CROWD = "Gradients of {crowd:some 3} crowd just above 2^-25, so that some of the zeros were values."
+    CROWD = "Gradients of {crowd:some 3} crowd just above 2^-25, so that some of the zeros are flushed values."
     GIVE_SCALE = "Give the inspector the scale (loss_scale=; mpinspect run: --loss-scale)."
     FP32_WEIGHTS = "Keep FP32 weights."
     IN_BF16 = "Compute in BF16, where such gradients are finite and nothing has to be scaled."
@@ -111,7 +111,7 @@ def _scaler_missing(case: Case) -> Iterator[Found]:
     """An FP16 run in which no scaled loss was seen, or whose scaler is disabled.
 
     False alarms: A loop that scales by hand looks the same until the inspector is given the scale. If all gradients reach the
-    optimizer or its masters divided by one factor, the finding is information.
+    optimizer or its masters divided by one factor, the severity is info.
     """
     if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
         return

@@ -128,7 +128,7 @@ def _initial_scale_too_high(case: Case) -> Iterator[Found]:
     powers = round(log2_of(first) - log2_of(settled)) + overflows_again
     skipped, advice = len(opening), case.advised.advice
     is_settled = skipped < steps
-    # Where no one scale serves every layer, a scale without overflow is no remedy.
+    # Where no one scale serves every layer, a scale without overflow is not a remedy.
     is_grave = skipped >= _FEWEST_STEPS and skipped > _SEARCH_TOLERANCE * steps and not _serves_none(case)
     needed = (advice.needed and advice.recommended) or 2.0**LOG2_INITIAL
     start = min(settled / 2**overflows_again, advice.highest or settled, needed)
@@ -380,7 +380,7 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
     """An FP16 run whose loss scale is below its gradients' need in at least nine of ten steps.
 
     False alarms: The need is judged by the lost share of the sum of magnitudes. If small gradients were flushed before they
-    could be counted, it is inferred.
+    could be counted, the need is inferred.
     """
     decision, scales = case.advised.decision, case.progress.scales
     known = [change.scale for change in scales if change.scale]
@@ -437,7 +437,7 @@ class _Shared(Sentences):
 def _scaler_shared(case: Case) -> Iterator[Found]:
     """A loss scale that falls more often than this model's steps overflow, since another loss that uses the scaler overflows.
 
-    False alarms: A script that lowers its scaler's scale by hand looks the same. It is reported as information if the lowest
+    False alarms: A script that lowers its scaler's scale by hand looks the same. It is reported as info if the lowest
     scale still serves this model and was reached in the first half of the run, as after a search from a high start.
     """
     fell, rose, lowest = 0.0, 0.0, math.inf
@@ -450,7 +450,7 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
         elif before.scale and after.scale and before.scale < after.scale < math.inf:
             rose += log2_of(after.scale) - log2_of(before.scale)
     own = max(case.progress.skipped_steps, len(skips_of(case)))
-    # A rise beyond what growth explains shows several scalers by turns, whose falls are no overflows.
+    # A rise beyond the scaler's growth shows several scalers in turn; a fall from one to the next is not an overflow.
     if not case.scalers or fell - own < 2 or rose > _rise(case, case.progress.steps):
         return
     least = case.advised.advice.lowest
@@ -492,8 +492,8 @@ class _Recurs(Sentences):
 def _overflow_recurs(case: Case) -> Iterator[Found]:
     """Overflows that recur although the scaler has not raised its scale, or at equal intervals at scales that held before.
 
-    False alarms: A scaler that overflows in the first step after it has raised its scale is left out, since that is how it
-    probes. So are gradients of which the steps before were within a factor of 4 of the overflow: they grow.
+    False alarms: An overflow in the first step after a raise is left out, since the scaler probes by it. Gradients that were
+    within a factor of 4 of the overflow in the steps before are left out, too: they grow.
     """
     recurring = _periodic(case) or _without_growth(case)
     if not recurring or _are_near_the_end(recurring):

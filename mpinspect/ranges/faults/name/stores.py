@@ -64,7 +64,7 @@ def never_decays(dtype: str, kept: float) -> bool:
 class _Since(Sentences):
     CONVERTED = (
         "Until step {last_before} an optimizer stepped {count:.0f} of the weights in {before:format}: code before step {since} "
-        "converted the model in place, as .bfloat16(), .half() and .to(dtype) do, and an evaluation in 16 bits, such as "
+        "converted the model in place. .bfloat16(), .half() and .to(dtype) do so, and evaluations in 16 bits, such as "
         "bf16_full_eval of the Transformers' Trainer."
     )
 
@@ -132,20 +132,20 @@ class _LostInFormat:
 def _updates_lost(case: Case) -> Iterator[Found]:
     """Updates that rounding loses when they are added to weights stored in 16 bits; in FP32 runs, those that would be lost.
 
-    An optimizer whose step draws random numbers is taken to round stochastically, which loses nothing on average; one that keeps
-    what rounding cuts off in a state (Kahan's summation), as the state's values show, adds it later.
+    Two kinds of optimizers lose nothing: one whose step draws random numbers, which is taken to round stochastically, and one
+    with Kahan summation, which is recognised by a state whose values are rounding errors.
 
-    It is an error if all weights are in 16 bits and rounding loses 99% of the updates, in five sampled steps or more. It is
-    information if the rounded updates of steps that were computed twice lower the loss by 98% of the exact ones' decrease, to
-    first order: those that are lost are small, or belong to few weights.
+    It is an error if all weights are in 16 bits and rounding loses 99% of the updates, in five sampled steps or more. It is an
+    info if, in steps computed twice, the rounded updates lower the loss by at least 98% of the exact updates' decrease (to first
+    order): the lost updates are small, or belong to few weights.
 
-    False alarms: An optimizer that rounds stochastically with numbers of its own, and one that keeps what rounding cuts off in
-    units of its own or for weights all of about the same magnitude, or whose updates have not added up to a weight's spacing yet
-    (where the state's name says "kahan" or "compensation" it is known from the first step).
+    False alarms: An optimizer that rounds stochastically with numbers of its own. Kahan summation whose state has another unit,
+    or weights of about one magnitude, or updates that have not added up to a weight's spacing yet. A state whose name contains
+    "kahan" or "compensation" is recognised from the first step.
     """
     for lost in _by_format(case):
         told = lost.told
-        # Of equal ones that with the most updates is first.
+        # Among equal fractions, the one with the most updates is first.
         ordered = sorted(told, key=lambda name: (told[name].fraction, told[name].nonzero), reverse=True)
         highest = told[ordered[0]].fraction
         fix, code = _kept_wide(lost, case)
@@ -207,7 +207,7 @@ def _are_all_lost(lost: _LostInFormat, case: Case) -> bool:
 def _by_format(case: Case) -> Iterator[_LostInFormat]:
     """Yield the lost updates by storage format, except where the optimizer rounds stochastically or compensates."""
     by_format: dict[str, dict[str, LostUpdates]] = {}
-    # An update that is made of rounding noise is no loss.
+    # An update that is made of rounding noise is not a loss.
     noise = {layer.name for layer in case.layers if layer.rounding_noise}
     updates = {key.name: window.lost_updates for key, window in case.totals.items() if key.kind == UPDATE}
     for name, of_formats in updates.items():
@@ -281,7 +281,7 @@ def moments_cannot_decay(case: Case) -> Iterator[Found]:
     An optimizer whose step draws random numbers is left out: it may round its states stochastically. Compensation of the weights
     does not help the moments.
 
-    False alarms: The arithmetic gives none.
+    False alarms: None: it follows from the settings.
     """
     for optimizer in _rounding_to_nearest(case):
         for state, dtype in optimizer.states.items():
@@ -292,14 +292,14 @@ def moments_cannot_decay(case: Case) -> Iterator[Found]:
 class _Flushed(Sentences):
     SQUARES = (
         "In step {step}{again} {flushed:percent} of the elements of {optimizer}'s state {state!r} were zero in FP16, where the "
-        "gradient was not. It has no negative elements, as averages of squared gradients have none: FP16 flushes a square's "
-        "share below 3e-8, and the step is divided by eps alone."
+        "gradient was not. It has no negative elements, like an average of squared gradients: FP16 flushes a square's share "
+        "below 3e-8, and the step is divided by eps alone."
     )
     EXPLODED = "The weights grew to {ratio:.2g} times their norm at the start."
     FP32_STATE = "Let {optimizer} keep {state} in FP32."
     WAS_NARROW = (
         "Before the update of step {step}{again} {flushed:percent} of the elements of exp_avg_sq, an average of squared "
-        "gradients, were zero where exp_avg was not, which FP32 does not make: the states had passed through FP16, as in a "
+        "gradients, were zero where exp_avg was not. FP32 makes no such zeros: the states had passed through FP16, as in a "
         "checkpoint. The update divides by eps alone there: it is up to {largest:.2g} times the learning rate."
     )
     SAVE_WIDE = (
@@ -310,13 +310,12 @@ class _Flushed(Sentences):
 
 
 def moments_flushed(case: Case) -> Iterator[Found]:
-    """An optimizer's average of squared gradients in FP16 whose elements are flushed.
+    """An optimizer's average of squared gradients whose elements FP16 flushed: an FP16 state, or an FP32 state once saved in
+    FP16.
 
-    Also one in FP32 with such elements, as after loading states that were saved in FP16.
-
-    False alarms: That it is an average of squares is inferred from its signs; it is an error only if the weights exploded. An
-    epsilon that is zero too has a finding of its own. That a state in FP32 was in FP16 before is inferred; it is an error if an
-    update is 100 times the learning rate.
+    False alarms: An FP16 state counts as an average of squares if no element is negative. It is an error only if the weights
+    exploded. An epsilon that is zero too has a finding of its own. The earlier FP16 of an FP32 state is inferred; it is an error
+    if an update is 100 times the learning rate.
     """
     if squares := [each for each in case.recorded(LostSquares) if each.largest >= _LARGEST_UPDATE]:
         says, fix, code = _Flushed.WAS_NARROW, _Flushed.SAVE_WIDE, _Flushed.SAVE
@@ -363,7 +362,7 @@ def _moment(optimizer: OptimizerRecord, state: str, dtype: str, case: Case) -> I
         )
 
 
-#: The change of a weight over the run below which its loss is information.
+#: The change of a weight over the run below which its loss is an info.
 _LITTLE_DECAY = 0.05
 
 
@@ -381,13 +380,12 @@ class _Decay(Sentences):
 
 
 def _weight_decay_lost(case: Case) -> Iterator[Found]:
-    """Decoupled weight decay of 16-bit weights whose factor rounds to 1, as the settings alone show, or the steps that were
-    computed twice.
+    """Decoupled weight decay of 16-bit weights whose factor rounds to 1: by the settings alone, or in steps computed twice.
 
-    False alarms: The arithmetic gives none at the recorded learning rate, if the optimizer multiplies the weights themselves.
-    Those that keep what rounding cuts off mostly do so too (optimi's AdamW, torchdistX's AnyPrecisionAdamW): the finding on them
-    is inferred. It is only "info" if the decay is the optimizer's default, which few scripts have chosen; a measured one, if it
-    would take less than 5% off the weights over the run.
+    False alarms: None at the recorded learning rate, if the optimizer multiplies the weights themselves. Most optimizers with
+    Kahan summation do so too (optimi's AdamW, torchdistX's AnyPrecisionAdamW); for these the finding is inferred. The severity is
+    info if the decay is the optimizer's default, which few scripts chose, or if a measured decay would take less than 5% off the
+    weights over the run.
     """
     is_known = False
     for optimizer in _rounding_to_nearest(case):
@@ -515,7 +513,7 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
     16 bits and back, as for an evaluation.
 
     False alarms: A loop that loads other weights on purpose, and sets the masters to them, is reported if it does so between two
-    measured steps. That a copy overwrote FP32 weights is concluded from their values; a single time is information.
+    measured steps. That a copy overwrote FP32 weights is concluded from their values; for a single time the severity is info.
     """
     every = list(case.recorded(MastersOverwritten))
     if found := [each for each in every if each.text]:
@@ -531,7 +529,7 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
 
 
 def _masters_stale(case: Case) -> Iterator[Found]:
-    """Masters made before the weights were loaded or changed, which the first step puts back.
+    """Masters made before the weights were loaded or changed: the first step restores the old weights.
 
     False alarms: Masters that are filled within the first step, from weights loaded on purpose, are reported.
     """

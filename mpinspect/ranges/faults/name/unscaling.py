@@ -46,9 +46,9 @@ class _Unscale(Sentences):
         "that scale."
     )
     PARTLY = (
-        "In step {step}{again} all gradients were clipped together, those of {modules} while they were still multiplied by the "
-        "loss scale{of_scale} and the others unscaled: the norm is almost that of the scaled ones, and the factor of "
-        "{factor:.2g} is far too small for the others."
+        "In step {step}{again} all gradients were clipped together: those of {modules} were still multiplied by the loss "
+        "scale{of_scale}, the others were unscaled. The norm is almost that of the scaled ones, and the factor of {factor:.2g} "
+        "is far too small for the others."
     )
     STEPPED = (
         "In step {step} the optimizer stepped with gradients that were still multiplied by the loss scale{of_scale}: "
@@ -56,8 +56,8 @@ class _Unscale(Sentences):
     )
     DIVIDED_EARLY = (
         "In step {step}{again} the optimizer stepped with gradients that were still multiplied by the loss scale{of_scale}: "
-        "scaler.unscale_() was called before the last micro-batch's backward, and scaler.step() divides once. The micro-batches "
-        "before that call count for nothing beside the later ones."
+        "scaler.unscale_() was called before the last micro-batch's backward, and scaler.step() divides once. Compared with the "
+        "later micro-batches, those before that call count for nothing."
     )
     UNSCALE_FIRST = "Unscale before clipping or reading gradients."
     UNSCALE_ALL = "Unscale the gradients of every optimizer before clipping them together."
@@ -101,7 +101,7 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
         says, fix, code = _Unscale.STEPPED, _Unscale.LET_SCALER_STEP, _Unscale.SCALER_STEP
         if stepped.divided_early:
             says, fix, code = _Unscale.DIVIDED_EARLY, _Unscale.AFTER_LAST_BACKWARD, _Unscale.AFTER_BACKWARD
-        # A clip hides by how much gradients are too large, and nobody divides by hand what a scaler divides.
+        # A clip hides by how much gradients are too large; and gradients that a scaler divides are not divided by hand.
         if scale and scale > 1 and (stepped.divided_early or stepped.factor * scale > _UNSCALED_BY_HAND):
             yield Found.of(case, [stepped], says, fix, code, evidence={"loss_scale": scale}, is_grave=True)
             return
@@ -247,9 +247,9 @@ class _OtherScale(Sentences):
 def _divided_by_another_scale(case: Case) -> Iterator[Found]:
     """Gradients that were divided by another loss scale than the scale that multiplied their loss.
 
-    False alarms: An update between the backward and the division is reported in runs whose scale never changes, too. Of a loop
-    with a scale of its own it is reported only if both are equal in most of the measured steps, and where they differ, by a
-    power of two.
+    False alarms: An update between the backward and the division is reported in runs whose scale never changes, too. In a loop
+    with a scale of its own, the finding needs scales that are equal in most of the measured steps, and differ by a power of two
+    in the others.
     """
     yield from _updated_before(list(case.recorded(DividedByAnother)), case)
     changed = [
@@ -305,7 +305,7 @@ class _InHalf(Sentences):
 def _divided_in_float16(case: Case) -> Iterator[Found]:
     """FP16 gradients that the loop divides in FP16, so that elements become zero.
 
-    False alarms: It is measured, from 1% of the non-zero elements on. It is a warning below half of them.
+    False alarms: The share is measured, and reported from 1% of the non-zero elements on; below half of them as a warning.
     """
     found = list(case.recorded(DividedInHalf))
     if found:

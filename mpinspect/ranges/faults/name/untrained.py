@@ -168,9 +168,9 @@ def _never_fired(case: Case) -> Iterator[Found]:
     """Trainable parameters without any gradient, in a run that trained others and whose optimizer is unknown.
 
     The diagnosis "gradients-missing" reports those that a known optimizer holds. Modules that were not called and activations
-    without gradients are no fault: coverage lists them.
+    without gradients are not a fault: coverage lists them.
 
-    False alarms: It is information, since the parameters may be meant for a later phase.
+    False alarms: The severity is info, since the parameters may be meant for a later phase.
     """
     is_trained = any(key.kind == WEIGHT_GRADIENT and window.samples for key, window in case.totals.items())
     never = case.coverage.never_fired
@@ -291,7 +291,7 @@ def _gradients_all_zero(case: Case) -> Iterator[Found]:
     that gets gradients are a warning.
 
     False alarms: Gradients that are zero in FP32 too (an expert that no sample reached, a dead ReLU) are reported as well, since
-    counts do not distinguish them from flushed ones; outside of FP16 as information, with the exceptions above.
+    counts do not distinguish them from flushed ones; outside of FP16 as info, with the exceptions above.
     """
     if run_format(case.session) != FLOAT16:
         # A head that begins at zero leaves the layers before it without a gradient until the first update.

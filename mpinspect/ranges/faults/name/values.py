@@ -28,7 +28,7 @@ class _Values(Sentences):
 def _values_overflow(case: Case) -> Iterator[Found]:
     """Activations or weights that would overflow.
 
-    False alarms: In a run that holds them in a wider format it is information.
+    False alarms: In a run that holds them in a wider format the severity is info.
     """
     over = [
         (layer, layer.histogram.max_abs)
@@ -72,7 +72,7 @@ class _Sums(Sentences):
 def _reductions_overflow(case: Case) -> Iterator[Found]:
     """Sums over whole tensors that would overflow.
 
-    False alarms: It is information: whether the script computes such a sum is not known.
+    False alarms: The severity is info: whether the script computes such a sum is not known.
     """
     reports = reduction_reports(case.totals, case.format)
     over = [report for report in reports if report.overflows]

@@ -71,7 +71,7 @@ export class Comparison {
     const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", { className: control === this.kind ? "roomy" : "" }, element("span", {}, words), control);
     const heads = this.titles.map((title, place) => element("th", { scope: "col", className: "map" }, title, this.axes[place]));
     this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
-      element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "moved"), element("th", { scope: "col", title: "the first step in which it moved, by more than it does by itself" }, "from step"))), this.body));
+      element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "moved"), element("th", { scope: "col", title: "the first step in which it moved beyond its normal variation" }, "from step"))), this.body));
     this.root.replaceChildren(element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [label("Steps", this.block), this.steps] : [])), this.said, this.rows,
       this.legend = element("p", { className: "legend" }, entry("A and B: the stronger the colour, the larger the share; the format's edges at each run's own loss scale."), entry(STRIP), entry("B minus A: up where B has more, down where A has."), entry("moved: the share of elements in other powers of two.")));
     this.root.classList.add("explorer");
@@ -153,7 +153,7 @@ export class Comparison {
     const moved = all.filter((pair) => pair.from !== null);
     const shown = this.all.checked || !moved.length ? all : moved;
     this.said.textContent = `${all.length - shown.length ? `${numberOf(all.length - shown.length, "tensor")} that did not move ${all.length - shown.length === 1 ? "is" : "are"} hidden. ` : ""}`
-      + (shown.length > MOST ? `The ${MOST} that moved most of ${shown.length} are shown.` : moved.length ? "" : "None moved by more than it does by itself; all are shown.");
+      + (shown.length > MOST ? `The ${MOST} that moved most of ${shown.length} are shown.` : moved.length ? "" : "None moved beyond its normal variation; all are shown.");
     this.lay(wide, shown.slice(0, MOST));
     const differences = shown.slice(0, MOST).map((pair) => this.differenceOf(pair));
     const most = Math.max(...differences.map(({ largest }) => largest), 1e-9);
