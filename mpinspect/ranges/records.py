@@ -169,6 +169,10 @@ class ExaminedZeroRow(Examined, kind="examined-zero-row"):
 
 #: Follows an argument in the text of ``ExaminedArgument`` that may be rounding error.
 ROUNDED_DIFFERENCE = ", a difference of terms rounded to 16 bits"
+#: An operand in that text that takes no gradient.
+CONSTANT = "a constant"
+#: Follows an operation in that text whose result FP16 can't hold.
+BEYOND_FLOAT16 = "beyond FP16's largest number, 65504"
 
 
 class ExaminedArgument(Examined, kind="examined-argument"):

@@ -190,7 +190,8 @@ class OptimizerRecord:
         settings: settings of the first parameter group by name: "lr", "weight_decay", "eps", "momentum", "beta1",
             "beta2".
         steps: number of elements that the optimizer updates, by dtype.
-        states: dtypes of the per-element state by name ("exp_avg_sq"); empty before the optimizer's first step.
+        states: dtypes of the per-element state by name ("exp_avg_sq"), several as "float16, float32"; empty before the
+            optimizer's first step.
         masters: number of updated elements that are not in the model (FP32 masters of a loop that copies them back).
         draws_random: whether each of its steps draws random numbers, as stochastic rounding does.
         compensation: name of the state that holds the rounding errors of 16-bit weights (Kahan summation); "" without one.
@@ -203,6 +204,11 @@ class OptimizerRecord:
     masters: Count = 0
     draws_random: bool = False
     compensation: str = ""
+
+    def dtypes(self, *states: str) -> list[str]:
+        """Return the dtypes of these states, of all states without an argument."""
+        held = (dtypes for name, dtypes in self.states.items() if not states or name in states)
+        return list(dict.fromkeys(dtype for dtypes in held for dtype in dtypes.split(", ")))
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def _optimizers(session: Session) -> Settings:
 
 def _optimizer(name: str, optimizer: OptimizerRecord) -> Settings:
     found = {name: optimizer.type} | {f"{name} {key}": f"{value:g}" for key, value in optimizer.settings.items()}
-    states = sorted({dtype for dtypes in optimizer.states.values() for dtype in dtypes.split(", ")})
+    states = sorted(optimizer.dtypes())
     if states:
         found[f"{name} states"] = _names(states)
     if optimizer.masters:

@@ -112,7 +112,7 @@ def _parts(session: Session) -> Iterator[str]:
 
 
 def _optimizer(optimizer: OptimizerRecord) -> str:
-    dtypes = dict.fromkeys(dtype for held in optimizer.states.values() for dtype in held.split(", "))
+    dtypes = optimizer.dtypes()
     words = [optimizer.type]
     if optimizer.masters:
         words.append(f"on {_by_share(optimizer.steps, 'masters')}")

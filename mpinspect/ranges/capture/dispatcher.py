@@ -112,6 +112,11 @@ class Dispatcher(Guarded):
         #: Whether this step is not observed at all; every hook checks this first.
         self.quiet = False
 
+    @property
+    def any_called(self) -> bool:
+        """Whether a call of a module has been seen."""
+        return bool(self._called)
+
     def step_ended(self) -> None:
         """Record the captured data, if that is due."""
 
@@ -139,7 +144,7 @@ class Dispatcher(Guarded):
         if not in_training:
             if not self._training_forward(layer):
                 return
-            self.clock.forward_kind = layer.path, tuple((each.shape, each.dtype) for each in outputs)
+            self.clock.forward_kind = layer.path, tuple(map(_kind, outputs))
         if not self.at_work:
             return
         if not layer.path and not recomputed:
@@ -358,6 +363,11 @@ class Dispatcher(Guarded):
         lifted = self._hooks.begin_step(self.quiet, outlined, at_optimizers)
         if self._watch is not None:
             self._watch.outlined(lifted, at_optimizers)
+
+
+def _kind(output: torch.Tensor) -> tuple[object, torch.dtype]:
+    """Return the shape and the dtype of an output; a nested tensor has no shape."""
+    return None if output.is_nested else output.shape, output.dtype
 
 
 def _call_each(functions: Sequence[Callable[[], None]]) -> None:

@@ -100,7 +100,8 @@ class Listener(Guarded):
             return
         self._dispatcher.read_graph(losses)
         self._clock.loss_kind = tuple(map(operator_of, graph((each.grad_fn for each in losses), _OPERATORS)))
-        if self._clock.in_forward:
+        # Of a compiled model no forward is seen.
+        if self._clock.in_forward or not self._dispatcher.any_called:
             for observer in self._dispatcher.at_work:
                 observer.backward_called(losses)
 

@@ -23,7 +23,7 @@ _EDGES = {
     aten.div: 1,
 }
 #: Operators whose calls have their lines recorded: a later step, which is not computed twice, may break in one of them.
-_AT_EDGES = frozenset({*_EDGES, aten.exp, aten.log1p})
+_AT_EDGES = frozenset({*_EDGES, aten.exp, aten.log1p, aten.mul, aten.sum, aten.mm, aten.bmm, aten.addmm})
 #: The most such calls of an operator.
 _MOST_CALLS = 8
 #: Operators whose result has values of their first argument.

@@ -97,6 +97,8 @@ class Masters:
         self._found: weakref.WeakKeyDictionary[_Optimizer, dict[int, WatchedParameter]] = weakref.WeakKeyDictionary()
         #: The ids of foreign tensors (not the model's) that had a gradient when an optimizer stepped.
         self._stepped: set[int] = set()
+        #: By optimizer's id, how many foreign tensors had never had a gradient at its last step.
+        self._idle: dict[int, int] = {}
         #: The places of foreign tensors' gradients when an optimizer began to step.
         self._places: weakref.WeakKeyDictionary[_Optimizer, list[tuple[int, int] | None]] = weakref.WeakKeyDictionary()
         self._searches: weakref.WeakKeyDictionary[_Optimizer, int] = weakref.WeakKeyDictionary()
@@ -185,6 +187,8 @@ class Masters:
         foreign = [*self._foreign(optimizer)]
         self._stepped.update(id(each) for each in foreign if each.grad is not None)
         self._places[optimizer] = _gradients_places(foreign)
+        # Kept beyond the optimizer's life, which may end with the function that trains.
+        self._idle[id(optimizer)] = sum(id(each) not in self._stepped for each in foreign)
 
     def writes_gradients(self, optimizer: _Optimizer) -> bool:
         """Return whether an optimizer has written gradients of foreign tensors within its step: it used no earlier ones."""
@@ -197,8 +201,7 @@ class Masters:
 
     def idle(self) -> int:
         """Return the number of foreign tensors in the optimizers that never had a gradient at a step."""
-        foreign = (each for optimizer in self._optimizers.living() for each in self._foreign(optimizer))
-        return sum(id(each) not in self._stepped for each in foreign)
+        return sum(self._idle.values())
 
     def may_be_of(self, weights: Sequence[WatchedParameter]) -> bool:
         """Return whether a foreign tensor in an optimizer may be a master of one of these weights, or of all, flattened."""

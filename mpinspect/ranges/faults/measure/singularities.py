@@ -15,7 +15,7 @@ import torch
 
 from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.records import ROUNDED_DIFFERENCE
+from mpinspect.ranges.records import BEYOND_FLOAT16, CONSTANT, ROUNDED_DIFFERENCE
 from mpinspect.ranges.session import MOST_ROWS
 from mpinspect.runtime.outputs import leaves
 
@@ -78,8 +78,13 @@ def singular(node: Any) -> Singular | None:
 
 
 def may_be_singular(node: Any) -> bool:
-    """Return whether ``singular``, ``infinite_operand`` or ``applies_mask`` may find anything in a node, by its name."""
+    """Return whether ``singular``, ``infinite_operand`` or ``applies_mask`` may find anything in a node, by its name.
+
+    Matrix products are left out: what breaks in them breaks the loss too, and comparing them takes long.
+    """
     name = node.name()
+    if operator_of(node) in _MATRIX_PRODUCTS:
+        return False
     return _FINDERS[name] is not None or _INFINITE[name] is not None or operator_of(node) in _MAY_MASK
 
 
@@ -227,7 +232,7 @@ def _divide(node: Any, name: str) -> _Found:
         return None
     zero = below == 0
     if not bool(zero.any()):
-        return None
+        return _of_constant(node, 1, below, "a division", "by") or _beyond(node, "a division")
     above = getattr(node, "_saved_self", None)
     if above is not None and below.dim() == above.dim() and below.numel() < above.numel():
         zero_rows = zero.expand_as(above) & (above == 0)
@@ -283,7 +288,7 @@ def _power(node: Any, name: str) -> _Found:
     if isinstance(exponent, torch.Tensor):
         return None
     if exponent > 1:
-        return _difference(node, name)
+        return _difference(node, name) or _beyond(node, f"a power of {exponent:g}")
     operator = f"a power of {exponent:g}"
     if exponent < 0:
         return _argument(operator, "of zero", base == 0)
@@ -294,12 +299,64 @@ def _power(node: Any, name: str) -> _Found:
     )
 
 
-def _constant(node: Any, name: str) -> _Found:
-    """Find a non-finite constant factor of a product."""
-    for place, kept in enumerate((node._saved_self, node._saved_other)):
-        if isinstance(kept, torch.Tensor) and _takes_no_gradient(node, place) and not bool(kept.isfinite().all()):
-            return _argument("a product", "with a constant that is infinite or NaN", ~kept.isfinite())
-    return None
+def _product(node: Any, name: str) -> _Found:
+    """Find a non-finite constant factor of a product, or a product beyond FP16's range."""
+    is_matrix = operator_of(node) in _MATRIX_PRODUCTS
+    operator = "a matrix product" if is_matrix else "a product"
+    places = enumerate(_factors(node), start=int(operator_of(node) == "Addmm"))
+    found = (_of_constant(node, place, kept, operator, "with") for place, kept in places)
+    return next(filter(None, found), None) or _beyond(node, operator)
+
+
+def _of_constant(node: Any, place: int, kept: Any, operator: str, preposition: str) -> _Found:
+    if not isinstance(kept, torch.Tensor) or not _takes_no_gradient(node, place):
+        return None
+    return _argument(operator, f"{preposition} {CONSTANT} that is infinite or NaN", ~kept.isfinite())
+
+
+def _factors(node: Any) -> tuple[Any, Any]:
+    name = operator_of(node)
+    other = "_saved_mat2" if name in _MATRIX_PRODUCTS else "_saved_other"
+    return getattr(node, "_saved_mat1" if name == "Addmm" else "_saved_self"), getattr(node, other)
+
+
+def _exact(node: Any) -> torch.Tensor | None:
+    """Return in FP32 the result of a product, a quotient, a power or a sum of these, from saved operands; None if unknown."""
+    name = operator_of(node)
+    if name == "Sum":
+        terms = _exact(_maker(node))
+        if terms is None:
+            return None
+        return terms.sum() if node.name().endswith("0") else terms.sum(_dims(node), node._saved_keepdim)
+    if name == "Pow":
+        return (
+            None if isinstance(node._saved_exponent, torch.Tensor) else node._saved_self.float() ** node._saved_exponent
+        )
+    if name not in ("Mul", "Div", *_MATRIX_PRODUCTS):
+        return None
+    one, other = _factors(node)
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return None
+    if name in _MATRIX_PRODUCTS:
+        return one.float() @ other.float()
+    return one.float() / other.float() if name == "Div" else one.float() * other.float()
+
+
+def _dims(node: Any) -> list[int]:
+    """Return the dimensions that a sum is taken over; autograd saves negative ones as unsigned numbers."""
+    return [ctypes.c_int64(each).value for each in node._saved_dim]
+
+
+def _beyond(node: Any, operator: str) -> _Found:
+    """Find results in FP16 that are beyond its range, though all operands are finite."""
+    if dtype_of(node) is not torch.float16:
+        return None
+    exact = _exact(node)
+    return (
+        exact
+        if exact is None
+        else _argument(operator, BEYOND_FLOAT16, exact.isfinite() & (exact.abs() >= _FLOAT16_END))
+    )
 
 
 def _loss(node: Any, name: str) -> _Found:
@@ -389,6 +446,9 @@ SAME_VALUES = (
 _NEARBY = 12
 #: Nodes that return some of their argument's values, or bound them.
 _SOME_VALUES = ("Index", "Gather", "Select", "Slice", "Clamp")
+_MATRIX_PRODUCTS = ("Mm", "Bmm", "Addmm")
+#: Half a step beyond FP16's largest number, from where on numbers round to infinity.
+_FLOAT16_END = 65520.0
 #: torch's number for reduction="mean".
 _MEAN = 1
 #: Nodes that apply a mask to scores, and these with the nodes that may add one.
@@ -441,6 +501,7 @@ _FINDERS = _Finders(
     ("SmoothL1Loss", _loss),
     ("HuberLoss", _loss),
     ("Abs", _difference),
-    ("Mul", _constant),
+    *((name, _product) for name in ("Mul", *_MATRIX_PRODUCTS)),
+    ("Sum", lambda node, name: _beyond(node, "a sum")),
     ("CtcLoss", _ctc),
 )

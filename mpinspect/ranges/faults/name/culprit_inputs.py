@@ -12,10 +12,13 @@ from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import (
+    BEYOND_FLOAT16,
+    CONSTANT,
     ROUNDED_DIFFERENCE,
     AnyRecord,
     BornInfinite,
     BrokenAlike,
+    BrokenWeights,
     CalledLines,
     Examined,
     ExaminedArgument,
@@ -375,6 +378,7 @@ class _Argument(Sentences):
         "Take log_softmax of the logits: it is finite, and so is its gradient. A clamp would be finite too, but gives the "
         "clamped elements no gradient."
     )
+    BEYOND = "Use FP32 for this operation, and for the operators that take its result."
     EXP = (
         "Subtract the largest first (torch.softmax and torch.logsumexp do), bound the argument, or compute it in FP32."
     )
@@ -403,6 +407,12 @@ class _ArgumentCode(Sentences):
         "    difference = (a - b).clamp_min(1e-6)\n"
         "    # distances: torch.cdist(a, b)"
     )
+    BEYOND = (
+        "with torch.autocast({device_type}, enabled=False):\n"
+        "    # from inputs in FP32\n"
+        "    y = f(x.float())\n"
+        "    # the operators that take y"
+    )
     PACK_WIDER = "# in the pack hook of\n# torch.autograd.graph.saved_tensors_hooks\npacked = tensor.to(torch.bfloat16)"
     LOG_SOFTMAX = "# in place of log(x)\ny = torch.log_softmax(logits, -1)\nz = g(y)"
     LOG = "# a clamped element gets no gradient\ny = x{cast}.clamp_min(1e-6).log()"
@@ -417,10 +427,9 @@ class _ArgumentCode(Sentences):
     ATANH = "end = 1 - 1e-6\ny = x{cast}.clamp(-end, end).atanh()"
 
 
-#: Words of an examined argument whose origin is not known.
-CONSTANT = "with a constant"
 #: The remedy for each word that the operation's description may contain; the first one that it contains counts.
 _REMEDIES = {
+    BEYOND_FLOAT16: (_Argument.BEYOND, _ArgumentCode.BEYOND),
     "hooks packed": (_Argument.PACK_WIDER, _ArgumentCode.PACK_WIDER),
     "rounded to 16 bits": (_Argument.ROUNDED_DIFFERENCE, _ArgumentCode.ROUNDED_DIFFERENCE),
     "ignored": (_Argument.COUNT_TARGETS, _ArgumentCode.COUNT_TARGETS),
@@ -449,7 +458,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
     forward; its gradient is not.
     """
     for measured in case.recorded(ExaminedArgument):
-        if CONSTANT in measured.text and _is_origin_known(case):
+        if is_of_unknown_origin(measured) and _is_origin_known(case):
             return
         event = _event_at(case, measured.step)
         fix, code = next(
@@ -496,10 +505,20 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         return
 
 
+def is_of_unknown_origin(measured: Examined) -> bool:
+    """Return whether a step computed twice knows more of what broke an examined operation."""
+    return CONSTANT in measured.text or BEYOND_FLOAT16 in measured.text
+
+
 def _is_origin_known(case: Case) -> bool:
     """Return whether a step computed twice shows the operator that made a forward's first infinity or NaN."""
     broken = (*case.recorded(BornInfinite), *case.recorded(BrokenAlike))
-    return any(record.names[2] == "forward" for record in broken)
+    return any(record.names[2] == "forward" and not are_weights_broken(record, case) for record in broken)
+
+
+def are_weights_broken(found: Record, case: Case) -> bool:
+    """Return whether the weights held infinities or NaNs before a record's step: an update is the cause of those after it."""
+    return any(broken.step <= found.step for broken in case.recorded(BrokenWeights))
 
 
 #: A sentence lists at most this many lines, one of them with the operation.
@@ -509,7 +528,9 @@ _DESCRIBED = {
     "div": "division",
     "exp": "exp",
     **dict.fromkeys(("log", "log1p", "log2", "log10"), "logarithm"),
-    "mul": "product",
+    **dict.fromkeys(("mm", "bmm", "addmm"), "matrix product"),
+    "mul": "a product",
+    "sum": "a sum",
     "pow": "power",
     "reciprocal": "1 / x",
     "rsqrt": "1 / sqrt",

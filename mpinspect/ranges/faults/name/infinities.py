@@ -6,7 +6,12 @@ from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import Case, LayerInFP32, quoted
-from mpinspect.ranges.faults.name.culprit_inputs import CONSTANT, further_lines, of_operation
+from mpinspect.ranges.faults.name.culprit_inputs import (
+    are_weights_broken,
+    further_lines,
+    is_of_unknown_origin,
+    of_operation,
+)
 from mpinspect.ranges.faults.name.fault import AFTER_BREAK, TWICE, Fault, Found
 from mpinspect.ranges.faults.name.forward import InVain
 from mpinspect.ranges.faults.name.operators import (
@@ -24,7 +29,6 @@ from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_flushed
 from mpinspect.ranges.records import (
     BornInfinite,
     BrokenAlike,
-    BrokenWeights,
     ExaminedArgument,
     InfiniteDivisor,
     Record,
@@ -147,7 +151,7 @@ def _born_infinite(case: Case) -> Iterator[Found]:
 
 def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Found]:
     possible = (each for each in of_model if _is_of_precision(each, case))
-    born = next((each for each in possible if each.largest or not _are_weights_broken(each, case)), None)
+    born = next((each for each in possible if each.largest or not are_weights_broken(each, case)), None)
     if born is None:
         return
     if born.largest and any(not _is_of_rounding(each, case) for each in case.recorded(ExaminedArgument)):
@@ -231,14 +235,9 @@ def _is_of_precision(born: BornInfinite, case: Case) -> bool:
     return born.names[2] == "forward" or any(event.broken_phase == "backward" for event in events)
 
 
-def _are_weights_broken(found: Record, case: Case) -> bool:
-    """Return whether the weights held infinities or NaNs before a record's step: an update is the cause of those after it."""
-    return any(broken.step <= found.step for broken in case.recorded(BrokenWeights))
-
-
 def _is_of_rounding(examined: ExaminedArgument, case: Case) -> bool:
     """Return whether an argument's origin is unknown, or a step computed twice shows that it differs from the exact one."""
-    return CONSTANT in examined.text or of_operation(case.recorded(RoundedArgument), examined) is not None
+    return is_of_unknown_origin(examined) or of_operation(case.recorded(RoundedArgument), examined) is not None
 
 
 def _how(born: BornInfinite, origin: BornInfinite | None) -> Born:
@@ -313,7 +312,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     False alarms: The result is measured. The severity is info if no forward of the run was infinite or NaN.
     """
     examined = case.recorded(ExaminedArgument)
-    if any(CONSTANT not in each.text for each in examined):
+    if not all(map(is_of_unknown_origin, examined)):
         # Another fault names these inputs already.
         return
     broken = [event for event in case.events if event.forward_finite is False]
@@ -321,7 +320,7 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
     is_stepped_on = any(event.skipped is False for event in broken)
     for alike in case.recorded(BrokenAlike):
-        if (is_stepped_on or _are_weights_broken(alike, case)) and not alike.from_finite:
+        if (is_stepped_on or are_weights_broken(alike, case)) and not alike.from_finite:
             continue
         # A step of a second opinion has no events.
         if not case.progress.steps or (first is not None and first.step <= alike.step):

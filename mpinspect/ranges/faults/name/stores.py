@@ -284,9 +284,10 @@ def moments_cannot_decay(case: Case) -> Iterator[Found]:
     False alarms: None: it follows from the settings.
     """
     for optimizer in _rounding_to_nearest(case):
-        for state, dtype in optimizer.states.items():
-            if dtype in SIGNIFICAND_BITS and state != optimizer.compensation:
-                yield from _moment(optimizer, state, dtype, case)
+        for state in optimizer.states:
+            for dtype in optimizer.dtypes(state):
+                if dtype in SIGNIFICAND_BITS and state != optimizer.compensation:
+                    yield from _moment(optimizer, state, dtype, case)
 
 
 class _Flushed(Sentences):
@@ -438,11 +439,11 @@ def epsilon_zero(case: Case) -> Iterator[Found]:
     effect = _effect(broke)
     for optimizer in case.precision.optimizers:
         epsilon = optimizer.settings.get("eps", 0.0)
-        dtypes = {optimizer.states.get(state, "") for state in SQUARES} & set(SIGNIFICAND_BITS)
+        dtypes = set(optimizer.dtypes(*SQUARES)) & set(SIGNIFICAND_BITS)
         is_known = bool(dtypes)
         if effect is _Epsilon.UPDATE_BROKE and not set(SQUARES) & set(optimizer.states):
             # An optimizer of the user's own has other names for its states.
-            dtypes = set(optimizer.states.values()) & set(SIGNIFICAND_BITS)
+            dtypes = set(optimizer.dtypes()) & set(SIGNIFICAND_BITS)
         for dtype in sorted(dtypes):
             edge = FORMATS[dtype].flush_edge
             if not 0 < epsilon <= edge:
