@@ -663,6 +663,12 @@ class BornInfinite(Record, kind="second-born"):
     is_last: float = 0
 
 
+class NearestEnd(Record, kind="second-nearest-end"):
+    """The operator of a forward whose finite results came nearest to FP16's end: their ``largest`` magnitude."""
+
+    largest: float
+
+
 class BrokenAlike(Record, kind="second-broken-alike"):
     """The first operator with a result that is not finite in the exact computation either: ``elements`` of ``of``.
 

@@ -69,6 +69,7 @@ from mpinspect.ranges.records import (
     ChangedIntegers,
     InfiniteDivisor,
     LostSum,
+    NearestEnd,
     Positions,
     Record,
     StaleCasts,
@@ -186,6 +187,7 @@ class SecondComputation:
         self.skipped: Counter[str] = Counter()
         self._is_over = False
         self._found: defaultdict[type[Record], list[Record]] = defaultdict(list)
+        self._nearest_end: NearestEnd | None = None
         self._origins = Origins()
         self._broken = Broken(self._origins)
         self._effects = Effects()
@@ -427,6 +429,10 @@ class SecondComputation:
                 # A mask's infinities hide no error of the other elements.
                 self._origins.passed_on(numbers_of(pending.given[0]), [value])
             return
+        if is_in_forward() and value.dtype is torch.float16 and value.numel():
+            largest = float(value.abs().max())
+            if self._nearest_end is None or largest > self._nearest_end.largest:
+                self._nearest_end = self._record(pending, value, NearestEnd, largest=largest)
         # A merge of trained adapters into weights that persist has a node.
         is_kept = pending.old is not None and self._kept.keeps(pending.given[0][0])
         if is_in_forward() and (pending.node is None or is_kept):
@@ -606,7 +612,7 @@ class SecondComputation:
         )
         found += self._broken.records()
         found += [each for kind in firsts for each in self._found[kind][:1]]
-        found += [*self._edges.records(), *self._choices.used]
+        found += [*self._edges.records(), *self._choices.used, *filter(None, [self._nearest_end])]
         # A larger error in an addition of its own does not make up for a sum that stopped.
         sums = self._additions.running_sums()
         found += [_with_gradients(each, worst, whose) for each in sums]

@@ -10,6 +10,7 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
+from mpinspect.ranges.faults.name.operators import operator_named
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import (
     BEYOND_FLOAT16,
@@ -28,6 +29,7 @@ from mpinspect.ranges.records import (
     ExaminedOutliers,
     ExaminedTarget,
     ExaminedZeroRow,
+    NearestEnd,
     Record,
     ReplacedBeforeStep,
     RoundedArgument,
@@ -333,6 +335,10 @@ def _zero_row_normalized(case: Case) -> Iterator[Found]:
 
 class _Argument(Sentences):
     COMPUTES = "In step {step} {place} computes {operator}{places}."
+    NEAREST = (
+        "FP16 may have made it: in step {nearest.step}, which was computed twice, {near_operator} ({near_line}) came nearest to "
+        "FP16's end, with numbers up to {nearest.largest:.3g} of 65504."
+    )
     OF_ROUNDED_TERMS = "Its argument is a difference of terms rounded to 16 bits."
     NO_HARM = "The loss is not finite, but its gradients are: the step did no harm."
     GRADIENT_BROKEN = "The loss is finite, but its gradient is not."
@@ -364,9 +370,10 @@ class _Argument(Sentences):
         "zero times infinity is NaN."
     )
     CONSTANT = (
-        "Look at the code that makes the constant: the mean of an empty tensor, the deviation of one sample, a division of "
-        "targets."
+        "Look at the code that makes the constant: the mean of an empty tensor, the deviation of one sample, a negative power of "
+        "zero, a division of targets."
     )
+    NEAREST_IN_FP32 = "Compute {near_operator} ({near_line}) in FP32, and the operators that take its result."
     CLASS_WEIGHTS = (
         "Look at how the weights are made: dividing by the count of a class that never occurs gives infinity."
     )
@@ -472,6 +479,8 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
         cast = ".float()" * is_narrow
+        nearest = _nearest_end(case, measured) if CONSTANT in measured.text else None
+        code = _ArgumentCode.BEYOND if nearest else code
         lines, further = _lines(case, measured)
         line = "".join(lines) * (len(lines) == 1)
         words = {
@@ -480,6 +489,9 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             "places": bracketed(" or ".join(lines), _elements(measured), _rows(measured)),
             "cast": cast,
             "indented": is_narrow and text(code, {"cast": cast}).replace("\n", "\n    "),
+            "nearest": nearest,
+            "near_operator": nearest and operator_named(nearest.names[0]),
+            "near_line": nearest and nearest.names[1],
             "rounded": rounded,
             "difference": filled(", after the sum or difference in {}", difference),
             "further": " and ".join(further),
@@ -489,20 +501,27 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             measured,
             [
                 _Argument.COMPUTES,
+                _Argument.NEAREST.when(nearest),
                 _Argument.OF_ROUNDED_TERMS.when(ROUNDED_DIFFERENCE in measured.text),
                 _effect(measured, event),
                 _Argument.ROUNDED.when(rounded),
                 _Argument.FURTHER.when(further),
             ],
-            (fix, also, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
+            (_Argument.NEAREST_IN_FP32.when(nearest), fix, also, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
             _Argument.WITHOUT_AUTOCAST.when(code and is_narrow) or code,
             words,
             {"operator": measured.text, "line": line},
             is_mild=event is None,
             operator="log" * (fix is _Argument.LOG_SOFTMAX),
-            before=[difference, *lines, *further],
+            before=[nearest.names[1]] if nearest else [difference, *lines, *further],
         )
         return
+
+
+def _nearest_end(case: Case, measured: Examined) -> NearestEnd | None:
+    """Return the operator that came nearest to FP16's end, in steps before one that broke, if it came near."""
+    earlier = (each for each in case.recorded(NearestEnd) if each.step < measured.step and each.largest >= _NEAR)
+    return max(earlier, key=lambda each: each.largest, default=None)
 
 
 def is_of_unknown_origin(measured: Examined) -> bool:
@@ -521,6 +540,8 @@ def are_weights_broken(found: Record, case: Case) -> bool:
     return any(broken.step <= found.step for broken in case.recorded(BrokenWeights))
 
 
+#: From here on a number is near FP16's end: its square overflows.
+_NEAR = 256.0
 #: A sentence lists at most this many lines, one of them with the operation.
 _FEW_LINES = 3
 #: Words of an operation's description, by the name of the operator that a second computation records.
