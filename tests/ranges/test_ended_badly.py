@@ -378,14 +378,17 @@ def test_a_loss_that_overflows_in_fp16_is_named_in_the_fix() -> None:
 
 def test_a_logarithm_of_an_overflowed_value_is_not_a_cause() -> None:
     inspector = _scaled(_likelihood, lambda step: step >= 3)
-    assert not any(each.what.startswith("examined-") for each in inspector.session().measurements)
-    report = inspector.report()
-    fallen = report.findings[0]
+    cause = inspector.report().findings[0]
+    assert cause.layer == "0"
+    assert cause.evidence["operator"] == "a matrix product beyond FP16's largest number, 65504"
+    # A model on a GPU may have left nothing to examine.
+    session = dataclasses.replace(inspector.session(), measurements=())
+    fallen = analyse(session).findings[0]
     assert (fallen.id, fallen.layer) == ("non-finite-event", "0")
     assert "65504" in fallen.fix
     # In FP32 the maximum is not 65504.
-    events = [dataclasses.replace(event, dtype="float32") for event in inspector.session().events]
-    fallen = analyse(dataclasses.replace(inspector.session(), events=tuple(events))).findings[0]
+    events = [dataclasses.replace(event, dtype="float32") for event in session.events]
+    fallen = analyse(dataclasses.replace(session, events=tuple(events))).findings[0]
     assert (fallen.id, "65504" in fallen.fix + fallen.code) == ("non-finite-event", False)
 
 
@@ -452,6 +455,97 @@ def test_an_infinity_that_an_exponential_makes_is_not_taken_for_a_masks() -> Non
     cause = inspector.report().findings[0]
     assert (cause.id, cause.severity, cause.step) == ("argument-out-of-range", "error", 2)
     assert cause.evidence["operator"].startswith("exp of a number too large")
+
+
+def _half(features: int = 4) -> nn.Linear:
+    """Return a layer whose outputs are its inputs."""
+    layer = nn.Linear(features, features, bias=False)
+    nn.init.eye_(layer.weight)
+    return layer
+
+
+#: For each operation, what breaks in FP16 for a large x, in the graph of a loss, and the words for it.
+BEYOND: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "product": (lambda x: x.half() * x.half(), "a product"),
+    "product with a number": (lambda x: (x.half() * x.half()) * 2.0, "a product"),
+    "square": (lambda x: x.half() ** 2, "a power of 2"),
+    "quotient": (lambda x: x.half() / torch.full((4,), 2.0**-12).half(), "a division"),
+    "sum of products": (lambda x: (x.half() * torch.full((4,), 100.0).half()).sum(-1), "a sum"),
+    "sum of all": (lambda x: (x.half() * torch.full((4,), 100.0).half()).sum(), "a sum"),
+    "matrix product": (lambda x: x.half() @ x.half().t(), "a matrix product"),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_result_beyond_fp16_is_found_in_the_graph_of_a_loss_that_the_loop_raises_on(name: str) -> None:
+    function, words = BEYOND[name]
+    model = nn.Sequential(_half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with contextlib.suppress(ValueError), Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(4):
+            # 200 * 100 * 4 and 300^2 exceed 65504, 200 * 100 does not.
+            x = torch.full((3, 4), 1.0 if step < 3 else 200.0 if "sum" in name else 300.0)
+            loss = function(model(x)).float().mean()
+            if not loss.isfinite():
+                raise ValueError("not finite")
+            take_step(optimizer, loss)
+    cause = inspector.report().findings[0]
+    assert (cause.id, cause.step) == ("argument-out-of-range", 3)
+    assert cause.evidence["operator"] == f"{words} beyond FP16's largest number, 65504"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_infinite_operands_are_not_taken_for_a_product_beyond_fp16(dtype: torch.dtype) -> None:
+    model = nn.Sequential(_half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with contextlib.suppress(ValueError), Inspector(model, optimizers=optimizer) as inspector:
+        take_step(optimizer, model(torch.ones(3, 4)).mean())
+        y = model(torch.full((3, 4), math.inf)).to(dtype)
+        loss = (y * y).float().mean()
+        raise ValueError(f"loss {loss}")
+    assert not any("beyond" in str(each.evidence.get("operator")) for each in inspector.report().findings)
+
+
+@pytest.mark.parametrize("operation", ["matrix product", "division"])
+def test_a_constant_that_is_not_finite_is_found(operation: str) -> None:
+    model = nn.Sequential(_half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(4):
+            degrees = torch.tensor([1.0, 2.0, 1.0, 0.0 if step == 2 else 1.0])
+            y = model(torch.ones(4, 4))
+            matrix = operation == "matrix product"
+            take_step(optimizer, (torch.diag(degrees**-0.5) @ y if matrix else y / (degrees**-0.5 * 0 + 1)).mean())
+    cause = inspector.report().findings[0]
+    assert (cause.id, cause.step) == ("argument-out-of-range", 2)
+    assert cause.evidence["operator"].startswith(f"a {operation}")
+    assert "a constant that is infinite or NaN" in cause.evidence["operator"]
+
+
+def test_the_operator_nearest_to_fp16s_end_is_named_beside_a_constant_that_is_not_finite() -> None:
+    model = nn.Sequential(_half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for step in range(6):
+            with torch.no_grad():
+                target = torch.full((3, 4), 4000.0 if step == 4 else 100.0).half() * 20.0
+            take_step(optimizer, (model(torch.ones(3, 4)) / target).mean() + (model(torch.ones(3, 4)) * target).mean())
+    cause = inspector.report().findings[0]
+    assert (cause.id, cause.step) == ("argument-out-of-range", 4)
+    assert "mul (test_ended_badly.py" in cause.message
+    assert "2e+03 of 65504" in cause.message
+
+
+def test_the_loss_of_a_compiled_model_is_examined() -> None:
+    model = torch.compile(_network(), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(4):
+            y = model(torch.ones(3, 4))
+            take_step(optimizer, (y * 0 + (step != 2)).log().mean())
+    event, cause = inspector.session().events[0], inspector.report().findings[0]
+    assert (event.step, event.what) == (2, "loss")
+    assert (cause.id, cause.step) == ("argument-out-of-range", 2)
 
 
 def test_a_run_of_infinite_losses_alone_names_the_loss() -> None:

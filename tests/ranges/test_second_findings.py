@@ -148,7 +148,7 @@ def test_an_operator_that_enlarges_an_error_which_makes_the_gradients_useless_is
     raised = AmplifiedError(step=101, names=names, text="bfloat16", before=0.004, after=0.132, gradients_error=4.6)
     found = findings(raised)["result-is-rounding-error"]
     assert (found.severity, found.step) == ("warning", 101)
-    assert "33 times" in found.message
+    assert "by 33" in found.message
     assert "mostly" not in found.message
 
 

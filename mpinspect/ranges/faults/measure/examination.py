@@ -31,6 +31,7 @@ from mpinspect.ranges.faults.measure.singularities import (
     infinite_operand,
     is_packed,
     may_be_singular,
+    overflowed,
     overflowed_pack,
     singular,
 )
@@ -245,7 +246,7 @@ class Examination(Measuring):
         if self._tell_graphless(step):
             return
         nodes = graph(starts, _MOST_NODES)
-        found = self._earliest(nodes)
+        found = min(filter(None, (self._earliest(nodes), overflowed(nodes))), key=lambda each: each.order, default=None)
         if found is not None:
             # A mask's output holds infinities on purpose.
             masks = {node._sequence_nr() for node in nodes if applies_mask(node)}

@@ -7,7 +7,7 @@ division of a row by its own zero norm, or a softmax of a row of -inf, also in c
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -117,6 +117,28 @@ def _found(node: Any, finders: _Finders) -> Singular | None:
     return Singular(
         kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits, node=node.name()
     )
+
+
+def overflowed(nodes: Sequence[Any]) -> Singular | None:
+    """Return the first operation of a graph whose result FP16 can't hold; None if it is not known. Waits for the GPU.
+
+    Args:
+        nodes: the graph of a loss that is not finite, the nearest first.
+    """
+    ordered = sorted(nodes, key=lambda node: int(node._sequence_nr()))
+    broken = next((node for node in ordered if not is_packed(node) and _saved_broken(node)), nodes[0])
+    near = sorted(graph([broken], _NEARBY), key=lambda node: int(node._sequence_nr()))
+    return next(filter(None, (_found(node, _OVERFLOWS) for node in near)), None)
+
+
+def _saved_broken(node: Any) -> bool:
+    """Return whether a node saved an operand, or its result, with an infinity or NaN."""
+    try:
+        kept = [getattr(node, name, None) for name in _SAVED]
+    except RuntimeError:
+        # A backward that has already run has freed them.
+        return False
+    return any(not bool(each.isfinite().all()) for each in kept if isinstance(each, torch.Tensor))
 
 
 def is_packed(node: Any) -> bool:
@@ -232,7 +254,7 @@ def _divide(node: Any, name: str) -> _Found:
         return None
     zero = below == 0
     if not bool(zero.any()):
-        return _of_constant(node, 1, below, "a division", "by") or _beyond(node, "a division")
+        return _of_constant(node, 1, below, "a division", "by")
     above = getattr(node, "_saved_self", None)
     if above is not None and below.dim() == above.dim() and below.numel() < above.numel():
         zero_rows = zero.expand_as(above) & (above == 0)
@@ -288,7 +310,7 @@ def _power(node: Any, name: str) -> _Found:
     if isinstance(exponent, torch.Tensor):
         return None
     if exponent > 1:
-        return _difference(node, name) or _beyond(node, f"a power of {exponent:g}")
+        return _difference(node, name)
     operator = f"a power of {exponent:g}"
     if exponent < 0:
         return _argument(operator, "of zero", base == 0)
@@ -300,12 +322,12 @@ def _power(node: Any, name: str) -> _Found:
 
 
 def _product(node: Any, name: str) -> _Found:
-    """Find a non-finite constant factor of a product, or a product beyond FP16's range."""
+    """Find a non-finite constant factor of a product."""
     is_matrix = operator_of(node) in _MATRIX_PRODUCTS
     operator = "a matrix product" if is_matrix else "a product"
     places = enumerate(_factors(node), start=int(operator_of(node) == "Addmm"))
     found = (_of_constant(node, place, kept, operator, "with") for place, kept in places)
-    return next(filter(None, found), None) or _beyond(node, operator)
+    return next(filter(None, found), None)
 
 
 def _of_constant(node: Any, place: int, kept: Any, operator: str, preposition: str) -> _Found:
@@ -315,16 +337,31 @@ def _of_constant(node: Any, place: int, kept: Any, operator: str, preposition: s
 
 
 def _factors(node: Any) -> tuple[Any, Any]:
+    """Return the saved operands of a product or quotient; None for one whose gradient nobody wants."""
     name = operator_of(node)
-    other = "_saved_mat2" if name in _MATRIX_PRODUCTS else "_saved_other"
-    return getattr(node, "_saved_mat1" if name == "Addmm" else "_saved_self"), getattr(node, other)
+    first, second = ("_saved_mat1" if name == "Addmm" else "_saved_self"), "_saved_other"
+    return getattr(node, first), getattr(node, "_saved_mat2" if name in _MATRIX_PRODUCTS else second)
 
 
-def _exact(node: Any) -> torch.Tensor | None:
-    """Return in FP32 the result of a product, a quotient, a power or a sum of these, from saved operands; None if unknown."""
-    name = operator_of(node)
+def _exact(node: Any, most: int) -> torch.Tensor | None:
+    """Return a node's result in FP32, computed from the saved tensors of this node and of those before it; None if unknown.
+
+    Args:
+        most: the length of the longest way to a node before it.
+    """
+    if node is None or not most:
+        return None
+    name, before = operator_of(node), [each for each, _ in node.next_functions]
+    if name in _UNCHANGED:
+        return _exact(before[0], most - 1)
+    if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+        return leaf.detach().float()
+    if name == "T":
+        return None if (whole := _exact(before[0], most - 1)) is None else whole.t()
+    if isinstance(kept := getattr(node, "_saved_result", None), torch.Tensor):
+        return kept.float()
     if name == "Sum":
-        terms = _exact(_maker(node))
+        terms = _exact(before[0], most - 1)
         if terms is None:
             return None
         return terms.sum() if node.name().endswith("0") else terms.sum(_dims(node), node._saved_keepdim)
@@ -332,14 +369,17 @@ def _exact(node: Any) -> torch.Tensor | None:
         return (
             None if isinstance(node._saved_exponent, torch.Tensor) else node._saved_self.float() ** node._saved_exponent
         )
-    if name not in ("Mul", "Div", *_MATRIX_PRODUCTS):
+    if name not in _RULES:
         return None
-    one, other = _factors(node)
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+    first = int(name == "Addmm")
+    pairs = zip(_factors(node), before[first:], strict=False)
+    operands = [kept.float() if isinstance(kept, torch.Tensor) else _exact(made, most - 1) for kept, made in pairs]
+    known = [each for each in operands if each is not None]
+    if len(known) < _OPERANDS:
         return None
-    if name in _MATRIX_PRODUCTS:
-        return one.float() @ other.float()
-    return one.float() / other.float() if name == "Div" else one.float() * other.float()
+    result = _RULES[name](*known)
+    bias = getattr(before[0], "variable", None) if first else None
+    return result if bias is None else result + bias.float()
 
 
 def _dims(node: Any) -> list[int]:
@@ -347,16 +387,14 @@ def _dims(node: Any) -> list[int]:
     return [ctypes.c_int64(each).value for each in node._saved_dim]
 
 
-def _beyond(node: Any, operator: str) -> _Found:
+def _beyond(node: Any, name: str) -> _Found:
     """Find results in FP16 that are beyond its range, though all operands are finite."""
-    if dtype_of(node) is not torch.float16:
+    exact = _exact(node, _MOST_BEFORE) if dtype_of(node) is torch.float16 else None
+    if exact is None:
         return None
-    exact = _exact(node)
-    return (
-        exact
-        if exact is None
-        else _argument(operator, BEYOND_FLOAT16, exact.isfinite() & (exact.abs() >= _FLOAT16_END))
-    )
+    operator = operator_of(node)
+    words = f"a power of {node._saved_exponent:g}" if operator == "Pow" else _BEYOND[operator]
+    return _argument(words, BEYOND_FLOAT16, exact.isfinite() & (exact.abs() >= _FLOAT16_END))
 
 
 def _loss(node: Any, name: str) -> _Found:
@@ -447,6 +485,28 @@ _NEARBY = 12
 #: Nodes that return some of their argument's values, or bound them.
 _SOME_VALUES = ("Index", "Gather", "Select", "Slice", "Clamp")
 _MATRIX_PRODUCTS = ("Mm", "Bmm", "Addmm")
+#: The attributes of a node with its operands and its result.
+_SAVED = ("_saved_self", "_saved_other", "_saved_mat1", "_saved_mat2", "_saved_result")
+#: How many operands the operations have whose results are computed again.
+_OPERANDS = 2
+#: Most nodes on the way to one whose result is computed again.
+_MOST_BEFORE = 6
+#: The operations whose results are computed again.
+_BEYOND = {
+    "Mul": "a product",
+    "Div": "a division",
+    "Pow": "",
+    "Sum": "a sum",
+    **dict.fromkeys(_MATRIX_PRODUCTS, "a matrix product"),
+}
+#: How results follow from two operands.
+_RULES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "Mul": torch.mul,
+    "Div": torch.div,
+    **dict.fromkeys(_MATRIX_PRODUCTS, torch.matmul),
+}
+#: Nodes that return their argument as it is, but for its dtype.
+_UNCHANGED = ("ToCopy", "Clone")
 #: Half a step beyond FP16's largest number, from where on numbers round to infinity.
 _FLOAT16_END = 65520.0
 #: torch's number for reduction="mean".
@@ -473,6 +533,7 @@ class _Finders(dict[str, _Finder | None]):
 
 _BEYOND_ONE = ("of a magnitude of 1 or more, where its derivative is infinite", lambda given: given.abs() >= 1)
 _INFINITE = _Finders(("Mul", _infinite_factor), ("Div", _infinite_numerator))
+_OVERFLOWS = _Finders(*((name, _beyond) for name in _BEYOND))
 _FINDERS = _Finders(
     ("LogSoftmax", _softmax),
     ("Softmax", _softmax),
@@ -502,6 +563,5 @@ _FINDERS = _Finders(
     ("HuberLoss", _loss),
     ("Abs", _difference),
     *((name, _product) for name in ("Mul", *_MATRIX_PRODUCTS)),
-    ("Sum", lambda node, name: _beyond(node, "a sum")),
     ("CtcLoss", _ctc),
 )
