@@ -792,7 +792,12 @@ class SaturatedCast(Record, kind="second-saturated"):
 
 
 class RoundedConstant(Record, kind="second-constant"):
-    """A difference from the constant 1, in an optimizer's step, that is zero: the other number is 1 in 16 bits."""
+    """A difference from the constant 1 that is zero, since the other number is 1 in 16 bits: of an optimizer's step, or
+    ``elements`` of ``of`` in a forward.
+    """
+
+    elements: float = 1
+    of: float = 1
 
 
 class UpdateEffect(Record, kind="second-updates"):

@@ -299,6 +299,38 @@ def test_of_steps_after_one_infinity_some_are_left_for_the_next():
     assert chosen(StepChoice(()), [2, 12, 15, 16, 17]) == [2, 3, 4, 5, 6, 12, 15, 16]
 
 
+class Decays(nn.Module):
+    """Multiplies by 1 less decay factors: of a parameter, or of the input."""
+
+    def __init__(self, of_input):
+        super().__init__()
+        self.logits = nn.Parameter(torch.linspace(0, 12, 16))
+        self.of_input = of_input
+
+    def forward(self, x):
+        logits = self.logits + x if self.of_input else self.logits
+        return (1 - torch.sigmoid(logits).bfloat16()).float() * x
+
+
+@pytest.mark.parametrize("of_input", [False, True])
+def test_decay_factors_of_a_parameter_that_round_to_1_are_named_and_saturated_gates_are_not(of_input):
+    torch.manual_seed(0)
+    model = nn.Sequential(Decays(of_input), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 16)).mean().backward()
+            optimizer.step()
+    found = {finding.id: finding for finding in inspector.report().findings}
+    assert ("constant-is-one" in found) is not of_input
+    if not of_input:
+        constant = found["constant-is-one"]
+        # sigmoid(x) rounds to 1 above log(511) = 6.2, which 8 of 0, 0.8, ..., 12 are.
+        assert (constant.layer, constant.step, constant.severity) == ("0", 1, "warning")
+        assert (constant.evidence["elements"], constant.evidence["of"]) == (8, 16)
+
+
 EPOCH = 1_700_000_000
 
 

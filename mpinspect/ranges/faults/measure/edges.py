@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from mpinspect.ranges.faults.measure.operands import CASTS, DIFFERENCES, NARROW, Pending, has_numbers, takes_gradient
 from mpinspect.ranges.faults.measure.twins import Marks
-from mpinspect.ranges.records import CalledLines, Record, RoundedArgument
+from mpinspect.ranges.records import CalledLines, Record, RoundedArgument, RoundedConstant
 from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
@@ -35,6 +35,8 @@ _BOUNDING = frozenset(
 _AFFINE = frozenset({aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.sqrt, aten.neg})
 #: The relative error up to which an element equals the number that it follows from.
 _SAME = 0.01
+#: The least share of differences of 1 and decay factors that must be zero, and the most operations that make such factors.
+_FEW_LOST, _LONGEST = 0.02, 16
 #: The least error of an argument near zero, relative to its exact value.
 _FAR_OFF = 0.5
 
@@ -67,6 +69,8 @@ class Edges:
         self._lines_of: Marks[str] = Marks()
         #: The lines of the calls that may be infinite, by operator.
         self._calls: defaultdict[str, list[str]] = defaultdict(list)
+        #: The difference of 1 and decay factors that loses most elements.
+        self._of_one: RoundedConstant | None = None
 
     def called(self, operator: Any, args: tuple[Any, ...]) -> None:
         """Remember the line of an operator that may be infinite at an edge of its domain."""
@@ -75,7 +79,7 @@ class Edges:
             if len(lines) <= _MOST_CALLS:
                 lines.append(innermost_line(sys._getframe()))
 
-    def ran(self, pending: Pending, value: torch.Tensor, describe: Callable[..., RoundedArgument]) -> None:
+    def ran(self, pending: Pending, value: torch.Tensor, describe: Callable[..., Any]) -> None:
         """Follow and judge an operator of the forward. Waits for the device.
 
         Args:
@@ -84,6 +88,7 @@ class Edges:
         """
         self._follow(pending, value)
         if pending.exact is not None:
+            self._compare_with_one(pending, value, describe)
             self._follow_line(pending, value)
             self._compare(pending, describe)
 
@@ -118,7 +123,19 @@ class Edges:
         elif operator in _CARRYING and has_numbers(first) and (line := self._lines_of.of(first)):
             self._lines_of.put(value, line)
 
-    def _compare(self, pending: Pending, describe: Callable[..., RoundedArgument]) -> None:
+    def _compare_with_one(self, pending: Pending, value: torch.Tensor, describe: Callable[..., Any]) -> None:
+        """Record that differences of 1 and decay factors, which one parameter gives, are zero where the exact ones are not."""
+        given, exact = pending.given[0], pending.arguments[0]
+        if value.dtype not in NARROW or pending.func.overloadpacket not in DIFFERENCES or not has_one(given):
+            return
+        place = next((place for place, each in enumerate(given) if has_numbers(each)), None)
+        if place is None or not _is_of_one_parameter(given[place]):
+            return
+        lost = float(((value == 0) & (exact[place] != given[place].float())).sum())
+        if lost >= _FEW_LOST * value.numel() and (self._of_one is None or lost > self._of_one.elements):
+            self._of_one = describe(value, RoundedConstant, elements=lost, of=float(value.numel()))
+
+    def _compare(self, pending: Pending, describe: Callable[..., Any]) -> None:
         """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
         operator, given = pending.func.overloadpacket, pending.given[0]
         is_smooth = operator is aten.pow and not (isinstance(given[1], (int, float)) and given[1] < 1)
@@ -147,7 +164,26 @@ class Edges:
     def records(self) -> list[Record]:
         """Return the worst argument of each operator, and the lines of the operators that are called in few places."""
         calls = ((name, lines) for name, lines in self._calls.items() if len(lines) <= _MOST_CALLS)
-        return [*(CalledLines(names=tuple(lines), text=name) for name, lines in calls), *self._arguments.values()]
+        lines = (CalledLines(names=tuple(lines), text=name) for name, lines in calls)
+        return [*lines, *self._arguments.values(), *filter(None, [self._of_one])]
+
+
+def has_one(given: Sequence[Any]) -> bool:
+    """Return whether an operand of a sum or a difference is the number 1."""
+    return any(isinstance(each, (int, float)) and abs(each) == 1 for each in given[:2])
+
+
+def _is_of_one_parameter(factors: torch.Tensor) -> bool:
+    """Return whether a tensor follows element by element from one parameter, such as a layer's decay factors."""
+    node = factors.grad_fn
+    for _ in range(_LONGEST):
+        before = [each for each, _ in node.next_functions if each is not None] if node is not None else []
+        if len(before) != 1:
+            return False
+        (node,) = before
+        if (leaf := getattr(node, "variable", None)) is not None:
+            return isinstance(leaf, torch.nn.Parameter) and leaf.numel() == factors.numel()
+    return False
 
 
 def _rounded(number: float, dtype: torch.dtype) -> tuple[float, float, float] | None:

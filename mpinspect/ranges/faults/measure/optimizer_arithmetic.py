@@ -14,6 +14,7 @@ import torch
 
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.optimizers import states_of
+from mpinspect.ranges.faults.measure.edges import has_one
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums
 from mpinspect.ranges.faults.measure.operands import (
     DIFFERENCES,
@@ -266,6 +267,4 @@ def _exact(result: torch.Tensor, eager: torch.Tensor, twin: torch.Tensor) -> tor
 
 def _is_one_less_one(given: tuple[Any, ...], value: torch.Tensor) -> bool:
     """Return whether an operator subtracts a single number in 16 bits from the constant 1, or the other way, and gets zero."""
-    operands = given[:2]
-    has_one = any(isinstance(each, (int, float)) and abs(each) == 1 for each in operands)
-    return has_one and value.numel() == 1 and not float(value)
+    return has_one(given) and value.numel() == 1 and not float(value)

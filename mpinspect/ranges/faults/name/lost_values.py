@@ -311,22 +311,32 @@ class _One(Sentences):
         "1 - 2^-{bits} = {most:.6g} are rounded to 1, such as a beta2 of {such_as}. A bias correction or a weight that is "
         "computed from this difference is lost."
     )
+    ARE_ONE = (
+        "In step {measured}, in {place}, {elements:.0f} of {of:.0f} differences of 1 and a factor that a parameter gives are 0 "
+        "in {dtype:format}, and not in FP32: factors above 1 - 2^-{bits} = {most:.6g} are rounded to 1. What such a "
+        "factor should let through is lost."
+    )
     ALL_LOST = "With it nearly no update changes a weight: the model hardly trains."
     PYTHON = "Keep decay factors, and their powers, as Python numbers or in FP32."
+    IN_FP32 = "Compute the factors, and their differences from 1, in FP32."
+    DIFFERENCE = "# from the parameter, without a cast\nfactor = torch.sigmoid(parameter.float())\nrest = 1 - factor"
     CORRECTION = "# Python numbers\ncorrection = 1 - beta2**step"
 
 
 def _constant_is_one(case: Case) -> Iterator[Found]:
-    """A decay factor that rounds to 1 in 16 bits, so that an optimizer's step computes 1 - factor as zero.
+    """Decay factors that round to 1 in 16 bits, so that an optimizer's step, or a layer, computes 1 - factor as zero.
 
     It is an error if nearly no update changes a weight: dividing by that zero gives infinities, and then updates of zero.
 
     False alarms: That the number was rounded to 1 is inferred. A factor that is 1 on purpose is reported too.
     """
     all_lost = no_weight_changes(case)
-    for constant in by_place(case.recorded(RoundedConstant), "step"):
+    for constant in by_place(case.recorded(RoundedConstant), "elements"):
         bits = SIGNIFICAND_BITS[constant.text] + 1
         words = {"bits": bits, "most": 1 - 2.0**-bits, "such_as": ("0.999", "0.9999")[constant.text == FLOAT16.name]}
+        if not optimizer_of(constant):
+            yield found_at(constant, _One.ARE_ONE, _One.IN_FP32, _One.DIFFERENCE, words)
+            continue
         says = (_One.IS_ONE, _One.ALL_LOST.when(all_lost))
         yield found_at(constant, says, _One.PYTHON, _One.CORRECTION, words, is_grave=all_lost, is_inferred=True)
 
