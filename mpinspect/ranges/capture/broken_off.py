@@ -25,9 +25,8 @@ from mpinspect.ranges.session import (
     Measurement,
 )
 from mpinspect.runtime.briefly import brief
-from mpinspect.runtime.outputs import tensors_in
 
-#: Most frames that are searched for a loss, tensors in one of their variables, and losses that are read.
+#: Most frames that are searched for a loss, elements of a container among their variables, and losses that are read.
 _MOST_FRAMES, _MOST_IN_VARIABLE, _MOST_LOSSES = 16, 64, 64
 _CALLS = (torch.nn.Module._call_impl.__code__, torch.nn.Module._wrapped_call_impl.__code__)
 #: Words in the messages of checks for infinities and NaNs.
@@ -86,21 +85,27 @@ def broken_off(error: BaseException, layers: Iterable[Layer], clock: StepClock) 
     return Measurement(ENDED_BY, module, clock.step, figures, (phase,), brief(error))
 
 
-def lost_losses(variables: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+def lost_losses(variables: Iterable[Mapping[str, Any]], waits: bool) -> list[torch.Tensor]:
     """Return the scalars with a graph that are infinite or NaN: losses that a loop has computed and left without a backward.
 
-    Waits for the device, on which the loop has checked them before.
-
     Args:
-        variables: the variables of the script's frames, the innermost first.
+        variables: the variables of the script's frames, the innermost first; small containers of tensors are searched, too.
+        waits: whether to read also losses on other devices than the CPU.
     """
     found: dict[int, torch.Tensor] = {}
     for values in variables:
-        for value in values.values():
-            for each in islice(tensors_in(value), _MOST_IN_VARIABLE):
+        for value in list(values.values()):
+            for each in [value, *_inside(value)]:
                 if type(each) is torch.Tensor and each.grad_fn is not None and each.numel() == 1:
                     found.setdefault(id(each), each)
-    return [each for each in islice(found.values(), _MOST_LOSSES) if not bool(each.detach().isfinite())]
+    read = (each for each in found.values() if waits or each.is_cpu)
+    return [each for each in islice(read, _MOST_LOSSES) if not bool(each.detach().isfinite())]
+
+
+def _inside(value: object) -> list[object]:
+    if not isinstance(value, (Mapping, list, tuple)) or len(value) > _MOST_IN_VARIABLE:
+        return []
+    return list(value.values() if isinstance(value, Mapping) else value)
 
 
 def variables_of(error: BaseException | None) -> Iterator[dict[str, Any]]:

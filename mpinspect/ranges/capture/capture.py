@@ -290,15 +290,17 @@ class Capture(Dispatcher):
         self._recording.measured(broken_off(error, self._layers, self.clock))
 
     @guarded
-    def search_variables(self, error: BaseException | None = None) -> bool:
+    @unseen
+    def search_variables(self, error: BaseException | None = None, waits: bool = True) -> bool:
         """Search the script's variables for losses that are not finite, if the last forward has had no backward.
 
-        Returns whether there is one. Waits for the device, which the loop did before: it has read these losses.
+        Returns whether there is one.
 
         Args:
             error: the exception that is about to end the run.
+            waits: whether losses on a device are read as well.
         """
-        losses = lost_losses(variables_of(error)) if self.clock.in_forward else []
+        losses = lost_losses(variables_of(error), waits) if self.clock.in_forward else []
         if losses and self.listener is not None:
             self.listener.backward_left_out(losses)
         return bool(losses)

@@ -164,9 +164,9 @@ class Dispatcher(Guarded):
         self.clock.forwards += 1
         if self.clock.forwards > 1 and self._searches < _MOST_SEARCHES:
             self._searches += 1
-            self.search_variables()
+            self.search_variables(waits=False)
 
-    def search_variables(self) -> object:
+    def search_variables(self, error: BaseException | None = None, waits: bool = True) -> object:
         """Search the script's variables for losses that are not finite."""
 
     def _training_forward(self, layer: Layer) -> bool:
