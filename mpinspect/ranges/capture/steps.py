@@ -97,7 +97,7 @@ class StepClock:
         self.forwards = 0
         #: Calls of the model's modules without gradients.
         self.calls_without_gradient = 0
-        #: The first module called in the last forward, and the shapes and dtypes of the forward's outputs.
+        #: The first module called in the last forward, and the shapes and dtypes of its outputs.
         self.forward_kind: tuple[str, Hashable] = ("", None)
         #: The names of the losses' last operations.
         self.loss_kind: Hashable = None
