@@ -46,7 +46,7 @@ export class Comparison {
     this.kind = element("select", {}, ...kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, `${each.title} (${this.movedOf(each.name)} moved)`)));
     /** Whether the runs compute in two formats, so that each can be drawn in its own. */
     this.differ = this.views.every((view) => view.formatNamed(view.data.computes)) && first.data.computes !== second.data.computes;
-    this.format = element("select", { className: this.differ ? "" : "narrow" }, ...(this.differ ? [element("option", { value: OWN }, this.views.map((view) => view.formatNamed(view.data.computes).label).join(", "))] : []), ...second.data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
+    this.format = element("select", { className: this.differ ? "pair" : "narrow" }, ...(this.differ ? [element("option", { value: OWN }, this.views.map((view) => view.formatNamed(view.data.computes).label).join(", "))] : []), ...second.data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
     this.all = element("input", { type: "checkbox" });
     this.block = element("input", { type: "range", min: -1, max: data[1].blocks.length - 1, step: 1, value: -1 });
     this.steps = element("output", {});
