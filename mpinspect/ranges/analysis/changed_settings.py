@@ -107,7 +107,7 @@ def _scalers(session: Session) -> Settings:
     found: Settings = {}
     for name, scaler in _numbered("scaler", [scaler for scaler in session.precision.scalers if scaler.enabled]):
         found |= _scaler(name, scaler)
-    return found
+    return found or ({"scaler": "disabled"} if session.precision.scalers else {})
 
 
 def _scaler(name: str, scaler: ScalerRecord) -> Settings:

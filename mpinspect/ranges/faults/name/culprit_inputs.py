@@ -208,12 +208,12 @@ class _Outliers(Sentences):
     )
     AGAIN = "It is so in at least {further:count further step}."
     LEAVE_OUT = (
-        "Leave out samples beyond 65504 before they reach the model. To keep them, standardise or clamp the model's input. No "
-        "loss scale repairs a forward."
+        "Leave out samples with values beyond 65504, or standardise or clamp the model's input. No loss scale repairs a "
+        "forward."
     )
     LEAVE_LOSSES_OUT = (
-        "Leave out the losses of samples beyond 65504; every rank still runs its backward. To keep them, standardise or clamp "
-        "the model's input. No loss scale repairs a forward."
+        "Leave samples with values beyond 65504 out of the loss, and run every rank's backward; or standardise or clamp the "
+        "model's input. No loss scale repairs a forward."
     )
 
 
