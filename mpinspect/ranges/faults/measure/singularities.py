@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of
+from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.records import BEYOND_FLOAT16, CONSTANT, ROUNDED_DIFFERENCE
 from mpinspect.ranges.session import MOST_ROWS
@@ -138,7 +139,7 @@ def _saved_broken(node: Any) -> bool:
     except RuntimeError:
         # A backward that has already run has freed them.
         return False
-    return any(not bool(each.isfinite().all()) for each in kept if isinstance(each, torch.Tensor))
+    return any(not bool(each.isfinite().all()) for each in kept if is_plain(each))
 
 
 def is_packed(node: Any) -> bool:
@@ -279,7 +280,7 @@ def _infinities(operator: str, what: str, node: Any, saved: str, other: int) -> 
     if _takes_no_gradient(node, other):
         return None
     kept = getattr(node, saved)
-    if not isinstance(kept, torch.Tensor):
+    if not is_plain(kept):
         return None
     found = _argument(operator, what, kept.isinf())
     if found and bool(kept.isnan().any()):
@@ -331,7 +332,7 @@ def _product(node: Any, name: str) -> _Found:
 
 
 def _of_constant(node: Any, place: int, kept: Any, operator: str, preposition: str) -> _Found:
-    if not isinstance(kept, torch.Tensor) or not _takes_no_gradient(node, place):
+    if not is_plain(kept) or not _takes_no_gradient(node, place):
         return None
     return _argument(operator, f"{preposition} {CONSTANT} that is infinite or NaN", ~kept.isfinite())
 
@@ -354,11 +355,11 @@ def _exact(node: Any, most: int) -> torch.Tensor | None:
     name, before = operator_of(node), [each for each, _ in node.next_functions]
     if name in _UNCHANGED:
         return _exact(before[0], most - 1)
-    if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+    if is_plain(leaf := getattr(node, "variable", None)):
         return leaf.detach().float()
     if name == "T":
         return None if (whole := _exact(before[0], most - 1)) is None else whole.t()
-    if isinstance(kept := getattr(node, "_saved_result", None), torch.Tensor):
+    if is_plain(kept := getattr(node, "_saved_result", None)):
         return kept.float()
     if name == "Sum":
         terms = _exact(before[0], most - 1)
@@ -366,20 +367,19 @@ def _exact(node: Any, most: int) -> torch.Tensor | None:
             return None
         return terms.sum() if node.name().endswith("0") else terms.sum(_dims(node), node._saved_keepdim)
     if name == "Pow":
-        return (
-            None if isinstance(node._saved_exponent, torch.Tensor) else node._saved_self.float() ** node._saved_exponent
-        )
+        is_known = is_plain(node._saved_self) and not isinstance(node._saved_exponent, torch.Tensor)
+        return node._saved_self.float() ** node._saved_exponent if is_known else None
     if name not in _RULES:
         return None
     first = int(name == "Addmm")
     pairs = zip(_factors(node), before[first:], strict=False)
-    operands = [kept.float() if isinstance(kept, torch.Tensor) else _exact(made, most - 1) for kept, made in pairs]
+    operands = [kept.float() if is_plain(kept) else _exact(made, most - 1) for kept, made in pairs]
     known = [each for each in operands if each is not None]
     if len(known) < _OPERANDS:
         return None
     result = _RULES[name](*known)
     bias = getattr(before[0], "variable", None) if first else None
-    return result if bias is None else result + bias.float()
+    return result + bias.float() if is_plain(bias) else result
 
 
 def _dims(node: Any) -> list[int]:
@@ -464,7 +464,7 @@ def _is_finite(node: Any) -> bool:
     if isinstance(node, torch.autograd.function.BackwardCFunction):
         return not any(bool(each.isnan().any()) for each in node.saved_tensors if isinstance(each, torch.Tensor))
     kept = [getattr(node, name, None) for name in ("_saved_self", "_saved_mat1", "_saved_mat2")]
-    return all(bool(each.isfinite().all()) for each in kept if isinstance(each, torch.Tensor))
+    return all(bool(each.isfinite().all()) for each in kept if is_plain(each))
 
 
 def _attention(node: Any, name: str) -> _Found:
