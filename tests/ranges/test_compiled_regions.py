@@ -476,7 +476,7 @@ def _broken_in_step_two(backend: Backend, **options: Any) -> RangeReport:
 def test_a_nan_in_compiled_code_has_an_unknown_place(backend: Backend) -> None:
     report = _broken_in_step_two(backend)
     (event,) = report.events
-    assert (event.step, event.what, event.module, event.forward_finite) == (2, "weight_gradient", "first", None)
+    assert (event.step, event.what, event.module, event.forward_finite) == (2, "weight_gradient", "first", True)
     assert "no call of it was seen (in torch.compile, or" in event.explanation
     finding = next(finding for finding in report.findings if finding.id == "non-finite-event")
     assert "eager_samples=True" in finding.fix

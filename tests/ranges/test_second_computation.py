@@ -21,6 +21,7 @@ from mpinspect.ranges.records import (
     DividedInHalf,
     FrozenBuffer,
     LostSum,
+    NearestEnd,
     RoundedArgument,
     Ties,
 )
@@ -363,7 +364,7 @@ def test_the_runs_own_bits_do_not_change(name):
     for one, other in zip(plain, twice, strict=True):
         assert torch.equal(one.to_dense() if one.is_sparse else one, other.to_dense() if other.is_sparse else other)
     # Nothing healthy is told.
-    assert {type(each) for each in second.records()} <= {CalledLines}
+    assert {type(each) for each in second.records()} <= {CalledLines, NearestEnd}
 
 
 def test_a_float32_step_is_not_computed_twice():
@@ -371,7 +372,7 @@ def test_a_float32_step_is_not_computed_twice():
     with Twice(model) as second:
         model(values(4, 8)).sum().backward()
     assert second.twin(model.weight.grad) is None
-    assert second.records() == []
+    assert {type(each) for each in second.records()} <= {CalledLines}
 
 
 def test_an_infinity_of_the_precision_is_distinguished_from_one_of_the_data():
