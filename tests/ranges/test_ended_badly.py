@@ -464,6 +464,11 @@ def _half(features: int = 4) -> nn.Linear:
     return layer
 
 
+def _product_under_autocast(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.float16):
+        return x @ x.t()
+
+
 #: For each operation, what breaks in FP16 for a large x, in the graph of a loss, and the words for it.
 BEYOND: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "product": (lambda x: x.half() * x.half(), "a product"),
@@ -473,6 +478,7 @@ BEYOND: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "sum of products": (lambda x: (x.half() * torch.full((4,), 100.0).half()).sum(-1), "a sum"),
     "sum of all": (lambda x: (x.half() * torch.full((4,), 100.0).half()).sum(), "a sum"),
     "matrix product": (lambda x: x.half() @ x.half().t(), "a matrix product"),
+    "matrix product under autocast": (_product_under_autocast, "a matrix product"),
 }
 
 

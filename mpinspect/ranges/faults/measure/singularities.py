@@ -126,6 +126,8 @@ def overflowed(nodes: Sequence[Any]) -> Singular | None:
     Args:
         nodes: the graph of a loss that is not finite, the nearest first.
     """
+    if not nodes:
+        return None
     ordered = sorted(nodes, key=lambda node: int(node._sequence_nr()))
     broken = next((node for node in ordered if not is_packed(node) and _saved_broken(node)), nodes[0])
     near = sorted(graph([broken], _NEARBY), key=lambda node: int(node._sequence_nr()))
@@ -503,7 +505,8 @@ _BEYOND = {
 _RULES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "Mul": torch.mul,
     "Div": torch.div,
-    **dict.fromkeys(_MATRIX_PRODUCTS, torch.matmul),
+    # Autocast, in whose region the loop may call backward(), leaves FP64 as it is.
+    **dict.fromkeys(_MATRIX_PRODUCTS, lambda one, other: one.double() @ other.double()),
 }
 #: Nodes that return their argument as it is, but for its dtype.
 _UNCHANGED = ("ToCopy", "Clone")
