@@ -319,7 +319,7 @@ class _One(Sentences):
     ALL_LOST = "With it nearly no update changes a weight: the model hardly trains."
     PYTHON = "Keep decay factors, and their powers, as Python numbers or in FP32."
     IN_FP32 = "Compute the factors, and their differences from 1, in FP32."
-    DIFFERENCE = "# from the parameter, without a cast\nfactor = torch.sigmoid(parameter.float())\nrest = 1 - factor"
+    DIFFERENCE = "# the factor in FP32, without a cast\nrest = 1 - factor"
     CORRECTION = "# Python numbers\ncorrection = 1 - beta2**step"
 
 
