@@ -1242,7 +1242,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("overflow-recurs", "", 4, recurring),
     ("overflow-recurs", "", 7, regulariser),
     ("scale-window-empty", "small", None, two_branches),
-    ("argument-out-of-range", "0", 3, broken_forward),
+    ("non-finite-event", "0", 3, broken_forward),
     ("unscale-missing", "", 0, clipped_scaled),
     ("unscale-missing", "", 0, stepped_scaled),
     ("unscaled-too-often", "", 0, unscaled_by_hand_too),

@@ -528,6 +528,22 @@ def test_a_constant_that_is_not_finite_is_found(operation: str) -> None:
     assert "a constant that is infinite or NaN" in cause.evidence["operator"]
 
 
+@pytest.mark.parametrize("broken", ["batch beyond FP16", "NaN"])
+def test_a_batch_whose_cast_to_fp16_is_infinite_is_not_taken_for_a_constant(broken: str) -> None:
+    model = nn.Sequential(_half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(4):
+            matrix = torch.ones(4, 4)
+            if step == 2:
+                matrix *= 1e6 if broken == "batch beyond FP16" else math.nan
+            with torch.autocast("cpu", torch.float16):
+                loss = (model(torch.ones(4, 4)) - 1 + matrix @ model(torch.ones(4, 4))).float().mean()
+            take_step(optimizer, loss)
+    operators = [str(each.evidence.get("operator")) for each in inspector.report().findings]
+    assert any("a constant" in operator for operator in operators) is (broken == "NaN")
+
+
 def test_the_operator_nearest_to_fp16s_end_is_named_beside_a_constant_that_is_not_finite() -> None:
     model = nn.Sequential(_half())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)

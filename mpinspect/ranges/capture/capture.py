@@ -31,6 +31,7 @@ from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIG
 from mpinspect.ranges.records import NeverUpdated, StepsStopped
 from mpinspect.ranges.session import CALLS_LEFT_OUT, CLOSURES_LEFT_OUT, UNEVEN_INPUTS, Event, Measurement
 from mpinspect.reporting.words import some
+from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.device_stopwatch import EventStopwatch
 from mpinspect.runtime.distributed import allows_uneven_inputs
 from mpinspect.runtime.guard import guarded, unseen
@@ -300,7 +301,9 @@ class Capture(Dispatcher):
             error: the exception that is about to end the run.
             waits: whether losses on a device are read as well.
         """
-        losses = lost_losses(variables_of(error), waits) if self.clock.in_forward else []
+        if not self.clock.in_forward or is_capturing():
+            return False
+        losses = lost_losses(variables_of(error), waits)
         if losses and self.listener is not None:
             self.listener.backward_left_out(losses)
         return bool(losses)

@@ -82,7 +82,7 @@ def began(report: RangeReport) -> Began:
 def _cause(finding: Finding) -> str:
     """Return the id of a finding as words, with its operator's name in place of the word: "Overflow in mul"."""
     operator, words = _operator(finding), in_words(finding.id)
-    named = re.sub(r"\boperator\b", operator, words, flags=re.IGNORECASE) if operator else words
+    named = re.sub(r"\boperator\b", lambda _: operator, words, flags=re.IGNORECASE) if operator else words
     return upper_first(named) if named.startswith("a ") else named
 
 

@@ -336,7 +336,10 @@ def _product(node: Any, name: str) -> _Found:
 def _of_constant(node: Any, place: int, kept: Any, operator: str, preposition: str) -> _Found:
     if not is_plain(kept) or not _takes_no_gradient(node, place):
         return None
-    return _argument(operator, f"{preposition} {CONSTANT} that is infinite or NaN", ~kept.isfinite())
+    # Autocast casts a batch before a matrix product: an infinity in FP16 may be that of the cast.
+    may_be_cast = kept.dtype is torch.float16 and operator_of(node) in _MATRIX_PRODUCTS
+    where = kept.isnan() if may_be_cast else ~kept.isfinite()
+    return _argument(operator, f"{preposition} {CONSTANT} that is infinite or NaN", where)
 
 
 def _factors(node: Any) -> tuple[Any, Any]:
