@@ -106,6 +106,9 @@ def _front(report: DiffReport) -> Front:
     settings = (Item(change.words) for change in changes if change.words not in " ".join(others))
     broken, place = ("", Began()) if several else began_alone(models[0].ranges)
     state = f"Only {broken} is broken" if broken else state
+    if broken and place.alarm:
+        # The front shows the broken run's event beside the headline.
+        others = [*(each for each in others if not each.startswith(f"{broken}: ")), *_changes_of_a_step(report)]
     # A finding's whole message is too long for a headline.
     is_short = len(first) <= _LONGEST
     said = (
@@ -167,13 +170,20 @@ def _verdict_parts(report: DiffReport) -> list[str]:
     one, other = report.first.arguments, report.second.arguments
     if one is not None and other is not None and one != other:
         parts.insert(1, f"Arguments that differ: A {_without(one, other)}; B {_without(other, one)}.")
+    parts[-1] = (
+        "; ".join([parts[-1][:-1], *(each[0].lower() + each[1:-1] for each in _changes_of_a_step(report))]) + "."
+    )
+    return parts
+
+
+def _changes_of_a_step(report: DiffReport) -> Iterator[str]:
+    """Return a sentence on the products of the recorded step that differ, and one on its kernels."""
     if report.shapes is not None and report.shapes.changes:
         count = len(report.shapes.changes)
         products = f"{number_of(count, 'matrix product')} {by_number(count, 'differs', 'differ')}"
-        parts[-1] = f"{parts[-1][:-1]}; {products} in {report.shapes.aspects}."
+        yield f"{products} in {report.shapes.aspects}."
     if report.kernels is not None and report.kernels.changes:
-        parts[-1] = f"{parts[-1][:-1]}; kernels differ in {number_of(len(report.kernels.changes), 'module')}."
-    return parts
+        yield f"Kernels differ in {number_of(len(report.kernels.changes), 'module')}."
 
 
 def _without(arguments: Sequence[str], others: Sequence[str]) -> str:

@@ -140,6 +140,7 @@ class _LeftOut(Sentences):
         "batch, target = batch[good], target[good]"
     )
     LOSSES = (
+        "# before {at_forward}\n"
         "good = {good}\n"
         "good = good.reshape(len({bad}), -1).all(1)\n"
         "# no rank may leave out a backward\n"
@@ -206,14 +207,14 @@ class _Outliers(Sentences):
         "In step {step} the batch holds values up to {largest:.3g}{places}, beyond FP16's maximum of 65504: the cast to FP16 in "
         "{module} turns them into infinities."
     )
-    AGAIN = "It is so in at least {further:count further step}."
+    AGAIN = "It is so in {further:count further step} of those that were examined."
     LEAVE_OUT = (
-        "Leave out samples with values beyond 65504, or standardise or clamp the model's input. No loss scale repairs a "
+        "Leave out samples with values beyond 65504, or clamp or standardise the model's input. No loss scale repairs a "
         "forward."
     )
     LEAVE_LOSSES_OUT = (
-        "Leave samples with values beyond 65504 out of the loss, and run every rank's backward; or standardise or clamp the "
-        "model's input. No loss scale repairs a forward."
+        "Leave samples beyond 65504 out of the loss, or clamp or standardise the model's input. No loss scale repairs a "
+        "forward."
     )
 
 
