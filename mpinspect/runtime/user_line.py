@@ -42,7 +42,7 @@ def warn_user(message: str, category: type[Warning]) -> None:
     A stacklevel would not do, since it ignores packages, and ``skip_file_prefixes`` needs Python 3.12.
     """
     caller = sys._getframe(1)
-    frame = _users(caller) or caller
+    frame = users_frame(caller) or caller
     warnings.warn_explicit(
         message,
         category,
@@ -55,7 +55,7 @@ def warn_user(message: str, category: type[Warning]) -> None:
 
 def innermost_line(frame: FrameType) -> str:
     """Return the user's innermost line above a frame as "train.py:12"; "" without one, as on autograd's threads."""
-    users = _users(frame)
+    users = users_frame(frame)
     if users is None:
         return ""
     return _remembered(users.f_code.co_filename, users.f_lineno)
@@ -113,7 +113,8 @@ def _call(function: Callable[[], Any]) -> Any:
 _CALL_AT = 1
 
 
-def _users(frame: FrameType | None) -> FrameType | None:
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's code, this one or one above it; None without one."""
     while frame is not None and _package(frame) in _BETWEEN:
         frame = frame.f_back
     return frame

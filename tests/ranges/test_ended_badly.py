@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,63 @@ def test_a_loss_that_the_loop_leaves_out_is_an_event_with_its_operator(ends: str
     assert (cause.id, cause.step) == ("argument-out-of-range", 3)
     assert cause.evidence["operator"].startswith("a logarithm of zero")
     assert not any("broke off" in note for note in inspector.session().notes)
+
+
+@pytest.mark.parametrize("ends", ["the loop's function", "the step's function", "the step's function, then raises"])
+def test_a_loss_of_a_function_that_returns_without_a_backward_is_found(ends: str) -> None:
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int) -> bool:
+        loss = ((model(torch.ones(3, 4)) * 0 + float(number != 3)).log()).mean()
+        if not math.isfinite(loss.item()):
+            return False
+        take_step(optimizer, loss)
+        return True
+
+    def train() -> None:
+        for number in range(5):
+            loss = ((model(torch.ones(3, 4)) * 0 + float(number != 3)).log()).mean()
+            if not math.isfinite(loss.item()):
+                return
+            take_step(optimizer, loss)
+
+    with contextlib.suppress(ValueError), Inspector(model, optimizers=optimizer) as inspector:
+        if ends == "the loop's function":
+            train()
+        for number in range(0 if ends == "the loop's function" else 5):
+            if not step(number) and "raises" in ends:
+                raise ValueError("a step has failed")
+    (event,) = inspector.session().events
+    assert (event.step, event.phase, event.what, event.value) == (3, "forward", "loss", "inf")
+    assert inspector.report().findings[0].evidence["operator"].startswith("a logarithm of zero")
+
+
+def test_a_functions_variables_are_kept_only_until_the_backward_or_the_next_forward() -> None:
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Batch:
+        """A variable of the loop."""
+
+    kept: list[weakref.ref[Batch]] = []
+
+    def step(has_backward: bool) -> None:
+        batch = Batch()
+        kept.append(weakref.ref(batch))
+        loss = model(torch.ones(3, 4)).mean()
+        if has_backward:
+            take_step(optimizer, loss)
+
+    with Inspector(model, optimizers=optimizer):
+        step(has_backward=True)
+        assert kept[0]() is None
+        step(has_backward=False)
+        assert kept[1]() is not None
+        step(has_backward=True)
+        assert kept[1]() is kept[2]() is None
+        step(has_backward=False)
+    assert kept[3]() is None
 
 
 def test_a_loss_in_the_first_step_is_found_without_any_backward() -> None:

@@ -25,6 +25,7 @@ from mpinspect.ranges.session import (
     Measurement,
 )
 from mpinspect.runtime.briefly import brief
+from mpinspect.runtime.user_line import users_frame
 
 #: Most frames that are searched for a loss, elements of a container among their variables, and losses that are read.
 _MOST_FRAMES, _MOST_IN_VARIABLE, _MOST_LOSSES = 16, 64, 64
@@ -108,13 +109,34 @@ def _inside(value: object) -> list[object]:
     return list(value.values() if isinstance(value, Mapping) else value)
 
 
+#: The user's frame that has called a model, until the backward of its loss: at most one, so that little memory is kept.
+_caller: list[FrameType] = []
+
+
+def keep_caller() -> None:
+    """Keep the frame that has called a model: a function that returns without a backward then leaves its variables."""
+    _caller[:] = filter(None, [users_frame(sys._getframe(1))])
+
+
+def forget_caller() -> None:
+    """Free the variables of a function that has returned."""
+    _caller.clear()
+
+
 def variables_of(error: BaseException | None) -> Iterator[dict[str, Any]]:
-    """Yield the variables of the frames that an exception has left; without one, of those that run now, and the script's own."""
-    running = (frame for frame, _ in islice(walk_stack(sys._getframe(1)), _MOST_FRAMES))
-    for frame in reversed(_frames(error)) if error is not None else running:
+    """Yield the variables of the user's frames, and the script's own.
+
+    The frames are those that an exception has left, or those that run now; then the model's caller and its callers.
+    """
+    left = reversed(_frames(error)) if error is not None else _with_callers(sys._getframe(1))
+    for frame in dict.fromkeys([*left, *(each for caller in _caller for each in _with_callers(caller))]):
         if not str(frame.f_globals.get("__name__")).startswith(("torch.", f"{__name__.partition('.')[0]}.")):
             yield frame.f_locals
     yield vars(sys.modules["__main__"])
+
+
+def _with_callers(frame: FrameType) -> Iterator[FrameType]:
+    return (each for each, _ in islice(walk_stack(frame), _MOST_FRAMES))
 
 
 def _by_clock(clock: StepClock) -> str:

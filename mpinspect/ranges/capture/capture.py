@@ -13,7 +13,7 @@ import torch
 
 from mpinspect.counting import fastest
 from mpinspect.ranges.capture import tensor_hooks
-from mpinspect.ranges.capture.broken_off import broken_off, lost_losses, variables_of
+from mpinspect.ranges.capture.broken_off import broken_off, forget_caller, lost_losses, variables_of
 from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.counting import Counting
 from mpinspect.ranges.capture.dispatcher import Dispatcher
@@ -211,6 +211,7 @@ class Capture(Dispatcher):
 
     def _stop(self) -> None:
         self.attached = False
+        forget_caller()
         if self.listener is not None:
             self.listener.unlisten()
             self.listener = None

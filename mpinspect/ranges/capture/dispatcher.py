@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mpinspect.ranges.capture.broken_off import forget_caller, keep_caller
 from mpinspect.ranges.capture.compiled_code import CompiledCode
 from mpinspect.ranges.capture.compiled_regions import formats_in_graph, may_run_eagerly
 from mpinspect.ranges.capture.counting import StepPrecision
@@ -165,6 +166,7 @@ class Dispatcher(Guarded):
         if self.clock.forwards > 1 and self._searches < _MOST_SEARCHES:
             self._searches += 1
             self.search_variables(waits=False)
+        keep_caller()
 
     def search_variables(self, error: BaseException | None = None, waits: bool = True) -> object:
         """Search the script's variables for losses that are not finite."""
@@ -285,6 +287,7 @@ class Dispatcher(Guarded):
         scale, is_new = self.scale.now(in_half)
         # Parameters outside modules have no observable forward: without an optimizer, the backwards show where a step begins.
         told_by_backwards = is_new and not self._called and not self.clock.has_optimizers
+        forget_caller()
         if told_by_backwards and self.clock.backward_again(self._weight_changes.updated):
             self.end_step()
             # Ending the step discards the backward's scale, because a backward may continue past a step's end; look it up again.

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
+from mpinspect.ranges.capture.broken_off import forget_caller
 from mpinspect.ranges.capture.graph import graph, operator_of, walk
 from mpinspect.ranges.capture.observations import out_of_reach
 from mpinspect.ranges.capture.optimizers import skips_on_device, stands_still
@@ -90,6 +91,7 @@ class Listener(Guarded):
     @entrance
     def backward_called(self, given: Any) -> None:
         """Pass the losses of a backward that is about to begin and reaches the model to the observers."""
+        forget_caller()
         starts = given if isinstance(given, (list, tuple)) and not isinstance(given, GradientEdge) else (given,)
         edges = [each for each in starts if isinstance(each, GradientEdge)]
         if edges and self._clock.in_forward:
