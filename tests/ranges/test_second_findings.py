@@ -453,6 +453,12 @@ TAKEN = "# the operators that take y"
             "s = torch.matmul(q, k.mT)",
             f"{WITH}\n    s = q.float() @ k.mT.float()\n    {TAKEN[:-1]}s",
         ),
+        (
+            "mul",
+            "loss = (y * b).mean()",
+            f"{WITH}\n    result = y.float() * b.float()\n    {TAKEN[:-1]}result\n    loss = (result).mean()",
+        ),
+        ("mul", "y = y * b", f"{WITH}\n    y = y.float() * b.float()\n    {TAKEN}"),
         ("mul_", "ä = b * a", f"{WITH}\n    ä = b.float() * a.float()\n    {TAKEN[:-1]}ä"),
     ],
 )

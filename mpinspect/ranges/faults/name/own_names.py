@@ -35,7 +35,8 @@ _CASTS = re.compile(r"\.(float|double|half|bfloat16|to|type|type_as)\(|float(16|
 #: A comment above the addition to a stream in FP32, and a cast to the stream's dtype, which is FP32 there.
 _TO_STREAM, _FOLLOWS = "# in each block\n", re.compile(r"\.to\([\w.]+\.dtype\)")
 #: A line that assigns the result, the line that stands for the operators that take it, and a comment above operands.
-_RESULT, _TAKEN = re.compile(r"^ *(y|total|difference) = ", re.MULTILINE), re.compile(r"\bz = g\(y\)")
+_RESULT = re.compile(r"^ *(y|result|total|difference) = ", re.MULTILINE)
+_TAKEN = re.compile(r"\bz = g\((y|result)\)")
 #: The call of the operator as a method, at the end of a line.
 _CALL = re.compile(r"(\S+)(?<!\btorch)\.\w+\([^()]*\)$", re.MULTILINE)
 _BELOW = re.compile(r"^( *)# (?:from inputs in FP32|in each block)\n", re.MULTILINE)
@@ -75,6 +76,9 @@ def with_own_names(code: str, source: str, operator: str) -> str:
         return code
     if use.before or use.after:
         code = _CALL.sub(lambda found: f"{use.before}{found[1]}{use.after}", code, count=1)
+    if any(isinstance(each, ast.Name) and each.id == "y" for each in ast.walk(statement)):
+        # The user's own y is another value.
+        code = re.sub(r"(?<![\w.])y\b", "result", code)
     return _with_result(_with_operands(code, source, use), source, statement, use)
 
 
@@ -170,5 +174,5 @@ def _with_result(code: str, source: str, statement: ast.stmt, use: _Use) -> str:
         own = ast.unparse(statement.targets[0])
         return re.sub(rf"(?<![\w.]){result[1]}\b", lambda _: own, re.sub(rf"\n *{_TAKEN.pattern}", "", code))
     line, node = source.encode(), use.node
-    taken = line[: node.col_offset] + b"y" + line[node.end_col_offset :]
+    taken = line[: node.col_offset] + result[1].encode() + line[node.end_col_offset :]
     return _TAKEN.sub(lambda _: taken.decode(), code)
