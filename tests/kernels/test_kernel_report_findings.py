@@ -77,7 +77,10 @@ def test_tensor_cores_unused():
     run = kernel(made.SGEMM, 100, mm(512, 512, 512, "float"))
     found = findings(trace(run, kernel(made.ADD, 100, mm(1, 1, 1)), device=made.A100))
     assert found["tensor-cores-unused"].severity == "warning"
-    assert "1 kernel of matrix products, 50% of the 200 us of kernel time" in found["tensor-cores-unused"].message
+    assert (
+        "1 kernel of matrix products ran on CUDA cores, for 100 us of the 200 us of kernel time"
+        in found["tensor-cores-unused"].message
+    )
     assert "tensor-cores-unused" not in findings(trace(run, kernel(made.TF32, 1), device=made.A100))
     # Unknown kernels do not count as off.
     assert "tensor-cores-unused" not in findings(trace(run, kernel(made.TRITON, 1), device=made.A100))

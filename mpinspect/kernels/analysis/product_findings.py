@@ -62,8 +62,8 @@ def _unused(report: KernelReport) -> Iterator[Finding]:
         "tensor-cores-unused",
         grave,
         "",
-        f"No kernel ran on Tensor Cores: {number_of(off, 'kernel')} of matrix products, {percent(_of_all(report))} of the "
-        f"{duration(report.shares.kernel_time_us)} of kernel time, and {by_number(off, 'that', 'every one')} on CUDA cores{why}.",
+        f"No kernel ran on Tensor Cores: {number_of(off, 'kernel')} of matrix products ran on CUDA cores, for "
+        f"{duration(shares.verdict_time_us['off'])} of the {duration(shares.kernel_time_us)} of kernel time{why}.",
         {"calls": off, "time_us": shares.verdict_time_us["off"], "fraction": _of_all(report)},
         fix,
         _CODES.get(cause, ""),

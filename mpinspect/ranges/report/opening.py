@@ -19,7 +19,7 @@ from mpinspect.ranges.report.place import code_of, is_of, line_of, phase_of
 from mpinspect.ranges.session import LOSSES, Event, Session
 from mpinspect.ranges.windows.window import Window, coarsen
 from mpinspect.reporting.finding import Finding
-from mpinspect.reporting.words import filled, format_name, steps_named
+from mpinspect.reporting.words import format_name, steps_named
 
 #: The whole run, in place of one of its blocks.
 WHOLE = -1
@@ -35,7 +35,7 @@ class Culprit(NamedTuple):
         marked: names of the tensors of that kind that are the culprit's own.
         near: if there are none, names of those that are part of it, or of the nearest one.
         name: of a row of its own; "" without a culprit, and if ``marked`` has rows.
-        said: the event there, in a few words.
+        said: the event there or the fault, in a few words without the step.
         at: the line of the script and the operator; "" where the ranges show the fault.
         phase: "forward" or "backward", if ``at`` is known.
         step: the step in which it began; None if it belongs to no step.
@@ -198,7 +198,7 @@ def _culprit(
         return _of_event(event, finding, layers, watched)
     if finding is None:
         return _NOBODY
-    said = f"{finding.id}{filled(', first seen in step {:,}', finding.step)}"
+    said = finding.id
     is_in_ranges, phase = shows_in_ranges(finding), phase_of(finding)
     if not finding.layer:
         name = line_of(finding) or part_of(finding) or "no single layer"
@@ -240,7 +240,7 @@ def _of_event(
 ) -> Culprit:
     """Return the place where an event arose; ``finding``: the gravest one, if it is about the event."""
     first = "NaN" if event.value == "nan" else "infinity"
-    said = f"first {first}: step {event.step:,}, {event.phase}"
+    said = f"first {first}"
     at = code_of(finding) if finding is not None and finding.layer in ("", event.module) else ""
     kind, near, is_own = _nearest(event.module, event.what, event.tensor, layers, watched, given=event.given)
     words = "" if event.given else _not_counted(event.what, kind, layers)

@@ -55,6 +55,8 @@ from mpinspect.run.diff.report import DiffReport, ModelDiff, Side
 _LONGEST = 160
 #: The most arguments of a run in a headline.
 _ARGUMENTS = 3
+#: The end of a sentence that lists some of the settings.
+_AND_MORE = re.compile(r" and [\d,]+ more\.$")
 _NOTES, _MODELS = Limit(8, 50), Limit(4, 50, "more models that differ less (JSON)")
 
 
@@ -100,15 +102,18 @@ def _front(report: DiffReport) -> Front:
     models = sorted(report.models, key=_urgency)
     several = len(models) > 1
     state, tone = _state(models[0].ranges)
-    paths = [PurePath(side.path).name for side in (report.first, report.second)]
+    paths = [
+        filled(f"{name} {{}}", PurePath(side.path).name) for name, side in (("A", report.first), ("B", report.second))
+    ]
     changes = dict.fromkeys(change for model in models for change in model.ranges.settings)
     first, *others = _verdict_parts(report)
     settings = (Item(change.words) for change in changes if change.words not in " ".join(others))
     broken, place = ("", Began()) if several else began_alone(models[0].ranges)
     state = f"Only {broken} is broken" if broken else state
     if broken and place.alarm:
-        # The front shows the broken run's event beside the headline.
-        others = [*(each for each in others if not each.startswith(f"{broken}: ")), *_changes_of_a_step(report)]
+        # The front shows the broken run's event beside the headline, and below it all settings.
+        others = [_AND_MORE.sub(".", each) for each in others if not each.startswith(f"{broken}: ")]
+        others += _changes_of_a_step(report)
     # A finding's whole message is too long for a headline.
     is_short = len(first) <= _LONGEST
     said = (

@@ -198,7 +198,7 @@ class _Beside(Sentences):
         "In step {step}{again} the loop called optimizer.step(){at_line} after scaler.step(optimizer), on the same gradients: "
         "each update is made twice, and no scaler checks the second one."
     )
-    REMOVE = "Remove optimizer.step(): scaler.step(optimizer) calls it, unless the gradients hold infinities or NaNs."
+    REMOVE = "Remove the loop's own optimizer.step(): scaler.step(optimizer) calls it."
     DELETE = "# delete this line{bare}"
 
 

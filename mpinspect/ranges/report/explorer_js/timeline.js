@@ -125,10 +125,11 @@ export class Timeline {
       svg("line", { x1: x(step), x2: x(step), y1: TOP, y2: bottom, class: "since" }));
   }
 
-  /** Says what began, above all that is drawn. @param {any} drawn */
+  /** Names the step in which the trouble began, above all that is drawn. @param {any} drawn */
   began({ picture, x, right, bottom }) {
-    const { step, said } = this.view.data.opening;
+    const { step } = this.view.data.opening;
     if (step === null) return;
+    const said = `step ${number(step)}`;
     // The steps that are shown lie to the left.
     const [needs, isLeft] = [said.length * LETTER, said.length * LETTER < right - x(step)];
     if (isLeft || needs < x(step) - LEFT) picture.append(svg("text", { x: x(step) + (isLeft ? 6 : -6), y: bottom - 5, "text-anchor": isLeft ? "start" : "end", class: "since" }, said));
@@ -140,7 +141,7 @@ export class Timeline {
     const { known } = this;
     const values = known.length ? known : [...this.largest.filter((each) => each !== null), ...this.held.map(([, value]) => value)];
     const [least, most] = values.length ? [Math.floor(Math.min(...values)), Math.ceil(Math.max(...values))] : [0, 0];
-    const drawn = chart(wide, high, `${known.length ? "The loss scale" : "The largest magnitude"} over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps. ${data.opening.said}`.trim(),
+    const drawn = chart(wide, high, `${known.length ? "The loss scale" : "The largest magnitude"} over ${number(data.steps)} steps, with ${number(data.events.length)} events and ${number(data.skipped)} skipped steps. ${data.opening.said}${data.opening.step === null ? "" : `, step ${number(data.opening.step)}`}`.trim(),
       across, { ends: [least - (this.falls.length ? Math.max(1, FALL_ROOM * (most - least)) : 1), most + 1], ticks: values.length ? [...new Set([least, most])] : [], words: power });
     const { picture, x, y, right, bottom } = drawn;
     if (!values.length) picture.append(svg("text", { x: (LEFT + right) / 2, y: (TOP + bottom) / 2, "text-anchor": "middle" }, "no finite non-zero value was counted"));
