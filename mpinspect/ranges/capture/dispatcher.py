@@ -108,6 +108,8 @@ class Dispatcher(Guarded):
         self.attached = False
         #: Autograd's task of a backward whose parameter gradients no observer takes.
         self.untaken = NO_BACKWARD
+        #: Whether the model has run, and none of its modules since.
+        self._has_run = False
         #: How often the script's variables were searched between two forwards.
         self._searches = 0
         #: Whether this step is not observed at all; every hook checks this first.
@@ -148,8 +150,12 @@ class Dispatcher(Guarded):
             self.clock.forward_kind = layer.path, tuple(map(_kind, outputs))
         if not self.at_work:
             return
-        if not layer.path and not recomputed:
-            self._model_ran()
+        if not recomputed:
+            if self._has_run:
+                self._runs_again()
+            if not layer.path:
+                self._has_run = self.clock.model_ran = True
+                keep_caller()
         if not recomputed and not self._choice.takes(layer.path):
             return
         call = Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch)
@@ -160,13 +166,13 @@ class Dispatcher(Guarded):
             observer.called(call)
         self._hooks.await_gradients(call)
 
-    def _model_ran(self) -> None:
-        """Search for a loss that is not finite if the model has run twice without a backward: the loop may have left it out."""
-        self.clock.forwards += 1
-        if self.clock.forwards > 1 and self._searches < _MOST_SEARCHES:
+    def _runs_again(self) -> None:
+        """Search for a loss that is not finite if the model has had no backward since: the loop may have left it out."""
+        self._has_run = False
+        if self.clock.model_ran and self._searches < _MOST_SEARCHES:
             self._searches += 1
             self.search_variables(waits=False)
-        keep_caller()
+        forget_caller()
 
     def search_variables(self, error: BaseException | None = None, waits: bool = True) -> object:
         """Search the script's variables for losses that are not finite."""

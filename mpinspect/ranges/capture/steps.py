@@ -93,8 +93,8 @@ class StepClock:
         #: Backwards of the unfinished step, and the most in a finished one.
         self.backwards_of_step = self.most_backwards = 0
         self.skipped_steps = 0
-        #: Forwards of the whole model since the last backward.
-        self.forwards = 0
+        #: Whether the whole model has run since the last backward.
+        self.model_ran = False
         #: Calls of the model's modules without gradients.
         self.calls_without_gradient = 0
         #: The first module called in the last forward, and the shapes and dtypes of its outputs.
@@ -183,7 +183,7 @@ class StepClock:
         if not self.after_backward:
             self.backwards += 1
             self.backwards_of_step += 1
-        self.in_forward, self.after_backward, self.forwards = False, True, 0
+        self.in_forward, self.after_backward, self.model_ran = False, True, False
 
     def backward_again(self, updated: Callable[[], bool]) -> bool:
         """Record a backward without a new forward; return True if a step ended before it, so the caller must end that step."""
@@ -226,7 +226,7 @@ class StepClock:
             self.backwards_of_step = 0
         self.micro_batch = 0
         self._done.clear()
-        self.in_forward, self.after_backward, self.forwards = False, False, 0
+        self.in_forward, self.after_backward, self.model_ran = False, False, False
 
 
 class CallChoice:

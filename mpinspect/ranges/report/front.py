@@ -77,6 +77,9 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     """
     verdict = report.verdict
     first, *more = verdict.sentences or ("",)
+    if verdict.healthy:
+        # The next thing to do is no part of the headline.
+        first, *more = *_SENTENCE.split(first, maxsplit=1), *more
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
     has_headline = began(report).headline or report.session.ended_by
     reason = nonempty(Line(first, "lead" if has_headline else tone), *map(Line, more))
