@@ -77,12 +77,11 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     """
     verdict = report.verdict
     first, *more = verdict.sentences or ("",)
-    if verdict.healthy:
-        # The next thing to do is no part of the headline.
-        first, *more = *_SENTENCE.split(first, maxsplit=1), *more
+    # On a healthy run the next thing to do is no part of the headline.
+    first, *following = _SENTENCE.split(first, maxsplit=1) if verdict.healthy else [first]
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
     has_headline = began(report).headline or report.session.ended_by
-    reason = nonempty(Line(first, "lead" if has_headline else tone), *map(Line, more))
+    reason = nonempty(Line(first, "lead" if has_headline else tone), *map(Line, [*following, *more]))
     yield from nonempty(Line(verdict.ended, "error"))
     change = change_blocks(verdict, code_first=True)
     yield from (*change, *reason) if has_headline else (*reason, *change)
