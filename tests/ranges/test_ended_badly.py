@@ -586,6 +586,37 @@ def test_a_constant_that_is_not_finite_is_found(operation: str) -> None:
     assert "a constant that is infinite or NaN" in cause.evidence["operator"]
 
 
+def _divergence(log_p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (target * (target.log() - log_p)).sum()
+
+
+ADDED = {
+    "a logarithm of zero in the targets": (_divergence, "a difference"),
+    "an infinite offset": (lambda y, target: (y + target.log()).sum(), "a sum"),
+    # Either may be the one.
+    "two offsets": (lambda y, target: (y + target.log() + target.sqrt()).sum(), ""),
+    # FP16 may have overflowed.
+    "FP16": (lambda y, target: (y.half() + target.log().half()).float().sum(), ""),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_the_only_constant_of_sums_is_found_by_elimination(name: str) -> None:
+    function, words = ADDED[name]
+    model = nn.Sequential(nn.Linear(4, 4), nn.LogSoftmax(-1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(4):
+            target = torch.tensor([0.5, 0.2, 0.3, 0.0 if step == 2 else 0.1])
+            loss = function(model(torch.ones(3, 4)), 1 / target if "offset" in name else target)
+            if loss.isfinite():
+                take_step(optimizer, loss)
+    cause = inspector.report().findings[0]
+    assert cause.step == 2
+    found = cause.evidence.get("operator", "")
+    assert found == (words and f"{words} with a constant that is infinite or NaN")
+
+
 @pytest.mark.parametrize("broken", ["batch beyond FP16", "NaN"])
 def test_a_batch_whose_cast_to_fp16_is_infinite_is_not_taken_for_a_constant(broken: str) -> None:
     model = nn.Sequential(_half())

@@ -27,6 +27,7 @@ from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent, norm
 from mpinspect.ranges.faults.measure.singularities import (
     Rows,
     Singular,
+    added_constant,
     applies_mask,
     infinite_operand,
     is_packed,
@@ -247,6 +248,8 @@ class Examination(Measuring):
             return
         nodes = graph(starts, _MOST_NODES)
         found = min(filter(None, (self._earliest(nodes), overflowed(nodes))), key=lambda each: each.order, default=None)
+        if found is None and self._ends:
+            found = added_constant(nodes, max(self._ends))
         if found is not None:
             # A mask's output holds infinities on purpose.
             masks = {node._sequence_nr() for node in nodes if applies_mask(node)}

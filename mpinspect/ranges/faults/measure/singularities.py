@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of
+from mpinspect.ranges.capture.graph import dtype_of, graph, numel_of, operator_of
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.records import BEYOND_FLOAT16, CONSTANT, ROUNDED_DIFFERENCE
@@ -132,6 +132,29 @@ def overflowed(nodes: Sequence[Any]) -> Singular | None:
     broken = next((node for node in ordered if not is_packed(node) and _saved_broken(node)), nodes[0])
     near = sorted(graph([broken], _NEARBY), key=lambda node: int(node._sequence_nr()))
     return next(filter(None, (_found(node, _OVERFLOWS) for node in near)), None)
+
+
+def added_constant(nodes: Sequence[Any], after: int) -> Singular | None:
+    """Return the only sum or difference with a constant, if by elimination the constant is infinite or NaN; None otherwise.
+
+    The operands of other operations are saved, and all of them are finite. An operation in FP16 may have overflowed instead.
+
+    Args:
+        nodes: the graph of a loss that is not finite.
+        after: the sequence number of the node that made the model's output, which is finite.
+    """
+    own = [node for node in nodes if node._sequence_nr() > after and not hasattr(node, "variable")]
+    if any(is_packed(node) or _saved_broken(node) or dtype_of(node) is torch.float16 for node in own):
+        return None
+    added = [node for node in own if operator_of(node) in _SUMS and numel_of(node) > 1]
+    if len(added) != 1 or all(following is not None for following, _ in added[0].next_functions):
+        return None
+    (node,) = added
+    operator, dtype = _SUMS[operator_of(node)], dtype_of(node)
+    what = f"with {CONSTANT} that is infinite or NaN"
+    return Singular(
+        "argument", operator, what, 0, Rows(), node._sequence_nr(), bits=8 * dtype.itemsize, node=node.name()
+    )
 
 
 def _saved_broken(node: Any) -> bool:
@@ -504,6 +527,8 @@ _BEYOND = {
     "Sum": "a sum",
     **dict.fromkeys(_MATRIX_PRODUCTS, "a matrix product"),
 }
+#: Sums and differences, which save no operand.
+_SUMS = {"Add": "a sum", **dict.fromkeys(("Sub", "Rsub"), "a difference")}
 #: How results follow from two operands.
 _RULES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "Mul": torch.mul,

@@ -89,7 +89,7 @@ def _rows(measured: Examined, one: str = "row", several: str = "rows", of: str =
 
 
 def _elements(measured: Examined) -> str:
-    return number_of(round(measured.elements), "element")
+    return number_of(round(measured.elements), "element") if measured.elements else ""
 
 
 def _examined(
@@ -371,8 +371,8 @@ class _Argument(Sentences):
         "zero times infinity is NaN."
     )
     CONSTANT = (
-        "Look at the code that makes the constant: the mean of an empty tensor, the deviation of one sample, a negative power of "
-        "zero, a division of targets."
+        "Look at the code that makes the constant: a logarithm or negative power of zero, the mean of an empty tensor, the "
+        "deviation of one sample, a division of targets."
     )
     NEAREST_IN_FP32 = "Compute {near_operator} ({near_line}) in FP32, and the operators that take its result."
     CLASS_WEIGHTS = (
