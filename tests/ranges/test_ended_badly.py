@@ -997,3 +997,56 @@ def test_float16_gradients_that_a_scaler_refuses_are_named(tmp_path: Path) -> No
     assert finding.severity == "error"
     assert "The gradients of 'head.weight', 'head.bias' are in FP16." in finding.message
     assert "p.data = p.data.float()" in finding.code
+
+
+LOOP = """
+import torch
+
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+idle = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+scaler = torch.amp.GradScaler("cpu")
+for _ in range(3):
+    loss = model(torch.ones(3, 4)).square().mean()
+    {}
+"""
+SCALED = "scaler.scale(loss).backward(); "
+
+
+@pytest.mark.parametrize(
+    ("calls", "says", "code"),
+    [
+        (SCALED + "scaler.update()", "before any scaler.step()", "scaler.update()"),
+        (
+            SCALED + "scaler.step(idle); scaler.update()",
+            "holds no parameter with a gradient",
+            "for group in optimizer.param_groups:",
+        ),
+        (
+            SCALED + "scaler.unscale_(optimizer); scaler.unscale_(optimizer)",
+            "called twice",
+            "scaler.unscale_(optimizer)",
+        ),
+        (
+            SCALED + "scaler.step(optimizer); scaler.unscale_(optimizer)",
+            "came after scaler.step()",
+            "scaler.step(optimizer)",
+        ),
+        (
+            SCALED + "scaler.step(optimizer); scaler.step(optimizer)",
+            "scaler.step() was called twice",
+            "scaler.update()",
+        ),
+        ("loss.backward(); scaler.step(optimizer)", "no loss had been scaled", "scaler.scale(loss).backward()"),
+    ],
+)
+def test_calls_that_a_scaler_refuses_are_named(calls: str, says: str, code: str, tmp_path: Path) -> None:
+    launched.write(tmp_path, LOOP.format(calls))
+    command = (sys.executable, "-m", "mpinspect", "run", "--log-dir", "run", "train.py")
+    assert launched.run(tmp_path, command, forked=True).status == 1
+    report = analyse(Session.load(next((tmp_path / "run").glob("**/session.mpinspect"))))
+    finding = report.findings[0]
+    assert (finding.id, finding.severity) == ("scaler-call-refused", "error")
+    assert [each.id for each in report.findings if each.is_alarm] == ["scaler-call-refused"]
+    assert says in finding.message
+    assert code in finding.code.splitlines()

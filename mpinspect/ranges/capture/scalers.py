@@ -74,15 +74,25 @@ _METHODS = {
 _inside: set[tuple[int, str]] = set()
 
 
+#: By method: the stages of an optimizer, since the last ``update()``, in which torch raises an error.
+_REFUSED_IN = {"step": ("STEPPED",), "unscale_": ("UNSCALED", "STEPPED")}
+
+
+def _is_refused(scaler: Any, name: str, given: Any) -> bool:
+    """Return whether a scaler will raise an error for its optimizer's stage, so that the call changes no gradient."""
+    stage = getattr(scaler, "_per_optimizer_states", {}).get(id(given), {}).get("stage")
+    return getattr(stage, "name", "") in _REFUSED_IN.get(name, ())
+
+
 def _wrapped(original: Any, name: str) -> Any:
     """Return a method of a scaler that calls the original one and the listeners."""
     argument, before, after = _METHODS[name]
 
     @functools.wraps(original)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (id(self), name) in _inside:
-            return original(self, *args, **kwargs)
         given = next(iter(args), kwargs.get(argument))
+        if (id(self), name) in _inside or _is_refused(self, name, given):
+            return original(self, *args, **kwargs)
         _inside.add((id(self), name))
         try:
             for listener in tuple(_listeners) if before else ():

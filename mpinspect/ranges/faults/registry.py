@@ -20,6 +20,7 @@ from mpinspect.ranges.faults.name import (
     narrow,
     prepared,
     ranks,
+    refused,
     replaced,
     scaler_missing,
     scaling,
@@ -53,6 +54,7 @@ DIAGNOSES: tuple[Fault, ...] = (
     *dtypes.OF_AUTOCAST,
     *untrained.WITHOUT_GRADIENT,
     *OF_SCALING,
+    *refused.FAULTS,
     *dtypes.FAULTS,
     *arithmetic.FAULTS,
     *stores.FAULTS,
@@ -90,6 +92,7 @@ _OF_LOOP = {
         *gradients_lost.OF_EARLIER_STEPS,
         *unscaling.FAULTS,
         *dtypes.OF_AUTOCAST,
+        *refused.FAULTS,
         *OF_SCALING,
     )
 }

@@ -1,14 +1,12 @@
-"""Faults of dtypes: a model that is converted, states that are cast when loaded, autocast regions, refused FP16 gradients."""
+"""Faults of dtypes: a model that is converted, states that are cast when loaded, autocast regions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights, quoted
-from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
+from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.operators import found_at
-from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import AutocastElsewhere, ParametersCast, StaleCasts, StatesCast
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled
@@ -166,55 +164,11 @@ def _autocast_elsewhere(case: Case) -> Iterator[Found]:
         )
 
 
-# -- gradients that a scaler refuses -----------------------------------------------------------------------------------
-
-
-class _Refused(Sentences):
-    ENDED = "GradScaler ended the run: it does not unscale FP16 gradients, whose true values FP16 may flush."
-    IN_HALF = "The gradients of {names:some 6} are in FP16."
-    TRAIN_IN_FP32 = (
-        "Cast the trained weights to FP32 before the optimizer is made. Autocast casts them for each product, and frozen weights "
-        "may stay in FP16."
-    )
-    CAST_TRAINED = (
-        "# before {at_optimizer}\n"
-        "for p in model.parameters():\n"
-        "    if p.requires_grad:\n"
-        "        p.data = p.data.float()"
-    )
-
-
-def _gradients_refused(case: Case) -> Iterator[Found]:
-    """A run that ended because its GradScaler was given FP16 gradients: torch refuses to unscale them.
-
-    False alarms: None is known: torch's own exception says so.
-    """
-    error = case.session.ended_by
-    if error is None or _REFUSED not in error.text:
-        return
-    given = {
-        key.name: case.infos[key].dtype for key in case.totals if key.kind == WEIGHT_GRADIENT and key in case.infos
-    }
-    half = [name for name, dtype in given.items() if dtype == FLOAT16.name]
-    yield Found(
-        (_Refused.ENDED, _Refused.IN_HALF.when(half)),
-        {"parameters": len(half), "names": half[:MOST_NAMES]},
-        {"names": half},
-        _Refused.TRAIN_IN_FP32,
-        _Refused.CAST_TRAINED,
-        layer="".join(half[:1]),
-        step=error.step,
-    )
-
-
-#: torch's words.
-_REFUSED = "Attempting to unscale FP16 gradients"
 _OF_16_BITS = (
     *("updates-lost", "masters-overwritten", "moments-cannot-decay", "moments-flushed", "weight-decay-lost"),
     "epsilon-zero",
 )
 FAULTS = (
-    Fault("gradients-refused", "error", _gradients_refused, (_Refused,), ("scaler-missing-in-float16",)),
     Fault("model-converted", "warning", _model_converted, (_Converted,), _OF_16_BITS, "warning", is_of_every_step=True),
     Fault("states-cast-by-loading", "warning", _states_cast, (_Loaded,), _OF_16_BITS, "warning", is_of_every_step=True),
 )
