@@ -819,6 +819,14 @@ def test_an_overflow_that_makes_a_zero_leads_before_the_logarithm_of_it():
     assert "overflow-in-operator" not in findings(examined, overflow, precision=FP16, events=events)
 
 
+@pytest.mark.parametrize("is_negative", [False, True])
+def test_negative_infinities_that_break_nothing_are_an_info(is_negative):
+    overflow = replace(born(1.3e5, ("add", "train.py:7", "forward")), is_negative=float(is_negative))
+    alone, broke = findings(overflow, precision=FP16), findings(overflow, precision=FP16, events=(broken(7),))
+    assert alone["overflow-in-operator"].severity == ("info" if is_negative else "warning")
+    assert broke["overflow-in-operator"].severity == "error"
+
+
 @pytest.mark.parametrize(("largest", "is_mask"), [(0.0, False), (3.4e38, True), (None, True)])
 def test_a_mask_is_not_blamed_for_infinities_that_rounding_makes_in_its_module(largest, is_mask):
     mask = ExaminedMask(name="head", step=7, text="a softmax of a row of only -inf", elements=9)

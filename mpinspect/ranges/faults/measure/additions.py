@@ -23,6 +23,8 @@ _ABSORBED = 0.5
 _SUM_OFF = 0.1
 #: The least number of elements of an addition that is judged alone: a few may be absorbed by chance. Also that of many terms.
 _FEWEST = 64
+#: Sums from here down are those of a mask, such as -1e4, or the smallest number of the scores' dtype.
+_MASKED = -5e3
 #: The least number of terms of a running sum, and the largest number of its elements.
 _FEWEST_TERMS, _MOST_ELEMENTS = 8, 1 << 24
 
@@ -94,12 +96,15 @@ class Additions:
         operands = summands(pending, local())
         if not _are_alike(operands, value):
             return None
-        off = value.float() - local()
+        # A mask absorbs the scores on purpose.
+        shown = local() > _MASKED
+        off = (value.float() - local()).where(shown, 0.0)
+        operands = [each.where(shown, 0.0) for each in operands]
         least, error = min(float(each.norm()) for each in operands), float(off.norm())
         if not least or error < _ABSORBED * least:
             return None
         equals_one = (value == operands[0]).logical_or(value == operands[1])
-        unchanged = float((local() != 0).logical_and(equals_one).float().mean())
+        unchanged = float((local() != 0).logical_and(equals_one)[shown].float().mean())
         size = least / value.numel() ** 0.5
         return describe(AbsorbedOperand, error=error / least, unchanged=unchanged, size=size), off
 

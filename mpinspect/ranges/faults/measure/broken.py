@@ -98,6 +98,7 @@ class Broken:
     ) -> None:
         """Record an infinity or NaN of the precision, with the operators before it that lead to it."""
         figures = {"elements": float(where.sum()), "of": float(value.numel()), "largest": largest}
+        figures["is_negative"] = float(bool((value[where] == -torch.inf).all()))
         line, operands = "", numbers_of(pending.given[0])
         names: tuple[str, ...] = ()
         if self._exponent is not None and largest and pending.func.overloadpacket in CASTS:

@@ -108,7 +108,7 @@ class WholeStep(SecondComputation):
         if not has_numbers(gradient):
             return
         if self.twin(gradient) is not None:
-            self._errors[name] = max(self._error(gradient), self._errors.get(name, 0.0))
+            self._errors[name] = max(self._error_and_size(gradient), self._errors.get(name, (0.0, 0.0)))
         if argument.is_leaf and argument.grad is not None and has_numbers(argument.grad):
             self._agrees(argument.grad, gradient)
 

@@ -134,6 +134,8 @@ _LOSING = (LostSum, AbsorbedOperand, AmplifiedError)
 _FEWEST_OF_ONE = 16
 #: The largest inherited error before a difference whose result is mostly error.
 _UNCANCELLED = 0.05
+#: A gradient of this part of the largest one, by root mean square, is zero but for rounding in FP32.
+_ZERO_BUT_FOR_ROUNDING = 2.0**-20
 #: The least error of a result, and its least ratio to that of the inputs, of an operator that is recorded where the gradients are
 #: off by as much as their size and no other operator explains it.
 _RAISED, _RAISED_TIMES, _USELESS_GRADIENTS = 0.1, 10.0, 1.0
@@ -197,8 +199,8 @@ class SecondComputation:
         self._coarse: dict[str, AmplifiedError] = {}
         #: The operator of the forward that raised an error most times.
         self._raised: AmplifiedError | None = None
-        #: The errors of weights' gradients that are in no ``.grad``.
-        self._errors: dict[str, float] = {}
+        #: The errors of weights' gradients that are in no ``.grad``, and the root mean squares of the exact ones.
+        self._errors: dict[str, tuple[float, float]] = {}
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -637,15 +639,20 @@ class SecondComputation:
         return found
 
     def _gradients_error(self) -> tuple[float | None, str]:
-        """Return the largest relative error of a weight's gradient, and the weight; None if none can be compared."""
-        errors = self._errors | {
-            name: self._error(parameter.grad)
+        """Return the largest relative error of a weight's gradient, and the weight; None if none can be compared.
+
+        A gradient that is zero but for rounding, such as that of a key's bias before a softmax, is left out.
+        """
+        found = self._errors | {
+            name: self._error_and_size(parameter.grad)
             for name, parameter in self._parameters
             if parameter.grad is not None and has_numbers(parameter.grad) and self.twin(parameter.grad) is not None
         }
-        if not errors or not all(map(math.isfinite, errors.values())):
+        if not found or not all(map(math.isfinite, itertools.chain(*found.values()))):
             # A loss scale that is still too high makes infinities, which hide all rounding errors.
             return None, ""
+        least = _ZERO_BUT_FOR_ROUNDING * max(size for _, size in found.values())
+        errors = {name: error for name, (error, size) in found.items() if size >= least}
         whose = max(errors, key=lambda name: errors[name])
         return errors[whose], whose
 
@@ -674,6 +681,11 @@ class SecondComputation:
     def _errors_of(self, tensors: Iterable[Any]) -> float:
         """Return the largest inherited error of tensors, each relative to its norm."""
         return max((self._error(each) for each in tensors if has_numbers(each)), default=0.0)
+
+    def _error_and_size(self, tensor: torch.Tensor) -> tuple[float, float]:
+        """Return the inherited error of a tensor, and the root mean square of its twin."""
+        exact = tensor if (twin := self.twin(tensor)) is None else twin
+        return self._error(tensor), float(exact.float().norm()) / max(exact.numel(), 1) ** 0.5
 
     def _error(self, tensor: torch.Tensor) -> float:
         """Return the inherited error of a tensor, relative to its norm."""

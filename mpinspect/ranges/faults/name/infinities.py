@@ -128,7 +128,8 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     """An operator whose result in 16 bits overflows, where the exact one is finite: of the forward, of an optimizer's step, or of
     a backward that breaks at loss scales below 2^-8 too.
 
-    False alarms: The overflow is measured. A mask of -inf that the exact computation does not have is reported too.
+    False alarms: The overflow is measured. If nothing else broke, -inf that the exact computation does not have, as in a mask, is
+    an info.
     """
     return (found for found in _born_infinite(case) if found.evidence["largest"])
 
@@ -200,6 +201,8 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         layer=layer,
         operator="" if origin else born.names[0],
         is_grave=first is not None,
+        # A softmax, an exponential and a maximum take -inf as they take a large negative number.
+        is_mild=first is None and bool(born.is_negative),
         before=[
             *([origin.names[1]] if origin else born.names[3:4]),
             *(bound.names[5:] if bound else ()),
