@@ -149,6 +149,25 @@ def test_a_functions_variables_are_kept_only_until_the_backward_or_the_next_forw
     assert kept[3]() is None
 
 
+def test_a_loss_of_gradients_that_the_loop_leaves_out_is_found() -> None:
+    """Forces are an energy's gradients: their own backward has run, the loss's has not."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(6):
+            place = torch.ones(3, 4) * (0.0 if step in (2, 3) else 1.0)
+            place.requires_grad_()
+            energy = model(place.square().sqrt()).sum()
+            (force,) = torch.autograd.grad(energy, place, create_graph=True)
+            loss = force.square().mean()
+            if loss.isfinite():
+                take_step(optimizer, loss)
+    (event,) = inspector.session().events
+    assert (event.step, event.what, event.value) == (2, "loss", "nan")
+    cause = inspector.report().findings[0]
+    assert cause.evidence["operator"].startswith("a square root of zero")
+
+
 def test_a_loss_in_the_first_step_is_found_without_any_backward() -> None:
     inspector = _left_out("raises", broken_at=0)
     assert [event.step for event in inspector.session().events] == [0]

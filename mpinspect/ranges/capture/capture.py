@@ -302,7 +302,7 @@ class Capture(Dispatcher):
             error: the exception that is about to end the run.
             waits: whether losses on a device are read as well.
         """
-        if not self.clock.in_forward or is_capturing():
+        if not self.clock.awaits_backward or is_capturing():
             return False
         losses = lost_losses(variables_of(error), waits)
         if losses and self.listener is not None:

@@ -293,12 +293,14 @@ class Dispatcher(Guarded):
         scale, is_new = self.scale.now(in_half)
         # Parameters outside modules have no observable forward: without an optimizer, the backwards show where a step begins.
         told_by_backwards = is_new and not self._called and not self.clock.has_optimizers
-        forget_caller()
         if told_by_backwards and self.clock.backward_again(self._weight_changes.updated):
             self.end_step()
             # Ending the step discards the backward's scale, because a backward may continue past a step's end; look it up again.
             self.scale.now(in_half)
-        self.clock.backward()
+        is_inner = torch.is_grad_enabled()
+        self.clock.backward(is_inner=is_inner)
+        if not is_inner:
+            forget_caller()
         self._last_gradient.forget()
         by_scaler = self.scale.by_scaler and not self.optimizers.any_fused
         task, micro_batch = torch._C._current_graph_task_id(), self.clock.micro_batch

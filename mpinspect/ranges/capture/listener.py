@@ -110,7 +110,7 @@ class Listener(Guarded):
     @entrance
     def backward_left_out(self, losses: list[torch.Tensor]) -> None:
         """Pass losses that are not finite, and have no backward, to the observers if they are this model's."""
-        if not self._clock.in_forward:
+        if not self._clock.awaits_backward:
             return
         known = [reference() for reference in self._left_out]
         new = [loss for loss in losses if all(loss is not each for each in known) and self._reaches_model([loss])]

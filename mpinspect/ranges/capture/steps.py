@@ -93,7 +93,7 @@ class StepClock:
         #: Backwards of the unfinished step, and the most in a finished one.
         self.backwards_of_step = self.most_backwards = 0
         self.skipped_steps = 0
-        #: Whether the whole model has run since the last backward.
+        #: Whether the whole model has run since the last backward of a loss.
         self.model_ran = False
         #: Calls of the model's modules without gradients.
         self.calls_without_gradient = 0
@@ -127,6 +127,11 @@ class StepClock:
         """The module that the last forward began with, and the other properties that distinguish kinds of steps."""
         first, kind = self.forward_kind
         return first, (kind, self.loss_kind)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward has begun whose loss has had no backward."""
+        return self.in_forward or self.model_ran
 
     @property
     def has_optimizers(self) -> bool:
@@ -178,12 +183,13 @@ class StepClock:
             self.any_closure_left_out |= self.enough_closures
         return False
 
-    def backward(self) -> None:
-        """Record a backward that reaches the model."""
+    def backward(self, *, is_inner: bool = False) -> None:
+        """Record a backward that reaches the model; ``is_inner``: the loss is computed from its gradients, as a penalty is."""
         if not self.after_backward:
             self.backwards += 1
             self.backwards_of_step += 1
-        self.in_forward, self.after_backward, self.model_ran = False, True, False
+        self.in_forward, self.after_backward = False, True
+        self.model_ran &= is_inner
 
     def backward_again(self, updated: Callable[[], bool]) -> bool:
         """Record a backward without a new forward; return True if a step ended before it, so the caller must end that step."""
