@@ -41,6 +41,9 @@ class Error(NamedTuple):
     absolute: float
 
 
+_OF_EACH, _OF_ALL, _ABSOLUTE = range(3)
+
+
 class Origin(NamedTuple):
     """The operator with the largest share of a tensor's error.
 
@@ -139,6 +142,9 @@ class Origins:
         # An earlier operator leads, unless it made far less: in FP32 it would make the later arithmetic FP32's, too.
         if part > 2 * share:
             first, share = names(), part
+        elif known and measure != _OF_ALL and not operator._schema.is_mutable:
+            # So this operator's own error is due to it as well: an element-wise result has the widest dtype of its operands.
+            share += part
         self._errors.put(value, Origin(first, share, error))
 
     def _nearness(
@@ -154,8 +160,8 @@ class Origins:
 def _measure(operator: torch._ops.OpOverload) -> int:
     """Return which of the errors of ``Error`` an operator passes on: a sum of terms, a function of elements, or another one."""
     if operator.overloadpacket in _ADDING:
-        return Error._fields.index("absolute")
-    return Error._fields.index("of_each" if torch.Tag.pointwise in operator.tags else "of_all")
+        return _ABSOLUTE
+    return _OF_EACH if torch.Tag.pointwise in operator.tags else _OF_ALL
 
 
 def _own(error: Error, before: float, measure: int, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> float:
@@ -163,7 +169,7 @@ def _own(error: Error, before: float, measure: int, value: torch.Tensor, local: 
     if value.dtype not in _ROUNDING:
         return 0.0
     relative, least = _ROUNDING[value.dtype]
-    size = error.absolute / error.of_all if measure == Error._fields.index("absolute") else 1.0
+    size = error.absolute / error.of_all if measure == _ABSOLUTE else 1.0
     rounding, total = relative * size + least, error[measure]
     if before / 2 < total < _EXPLAINED * math.hypot(before, rounding):
         return min(rounding, math.sqrt(max(total**2 - before**2, 0.0)))

@@ -91,7 +91,7 @@ SUMS = frozenset(
         *(aten.linalg_vector_norm, aten.norm, aten.logsumexp, aten.var_mean, aten.embedding_dense_backward),
     }
 )
-#: Losses that are differences, whose result is a single number.
+#: Losses of a difference, which is judged in place of their result: a single number may be right by chance.
 _LOSSES = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss})
 #: Gradients of functions that rounding makes exactly 1, where the gradient is zero, and the place of the function's result.
 _SATURATING = {aten.sigmoid_backward: 1, aten.tanh_backward: 1}
@@ -452,8 +452,11 @@ class SecondComputation:
                 lost = self._additions.judge(pending, value, local, describe)
                 if lost is not None:
                     self._add(pending, *lost)
-            if value.numel() >= _FEWEST_OF_ONE or operator in _LOSSES:
-                self._compare_errors(pending, value, twin)
+            compared = value, twin
+            if operator in _LOSSES:
+                compared = tuple(given.float() - target.float() for given, target, *_ in (pending.given[0], pending.arguments[0]))
+            if compared[0].numel() >= _FEWEST_OF_ONE:
+                self._compare_errors(pending, value, twin, _relative(*compared))
 
     def _follow_flushed(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
         """Follow values that FP16 has flushed into a tensor that persists from step to step, or into a logarithm."""
@@ -551,9 +554,8 @@ class SecondComputation:
             if is_integer(value) or value.dtype is torch.bool:
                 self._choices.chosen(given[0], value, wanted, table, describe)
 
-    def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
-        """Record a result that is mostly the error of its inputs."""
-        inherited = _relative(value, twin)
+    def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, inherited: float) -> None:
+        """Record a result that is mostly the error of its inputs; ``inherited``: its error relative to the exact one's norm."""
         if not inherited >= _RAISED or self._kept.is_compensated(value):
             return
         before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
