@@ -762,19 +762,22 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 
 class FlushedResult(Record, kind="second-flushed"):
-    """An FP16 result that is mostly flushed, in an optimizer's step or in a tensor that persists; or such a cast to FP8.
+    """An FP16 result that is mostly flushed, in an optimizer's step, in a tensor that persists or in an optimizer's gradients; or
+    such a cast to FP8.
 
     Args:
         flushed: of the results that are not zero in FP32, the share that is zero here, 0..1.
         elements: the number of results that are not zero in FP32.
         largest: the largest exact magnitude that became zero.
-        times: how many casts at one line these are the figures of.
+        times: how many results at one line these are the figures of.
+        taken: of the sum of magnitudes of an optimizer's gradients, the share that became zero, 0..1; None outside of these.
     """
 
     flushed: float
     elements: float
     largest: float
     times: float = 1
+    taken: float | None = None
 
 
 class SaturatedCast(Record, kind="second-saturated"):

@@ -80,6 +80,68 @@ def test_watching_divisions_changes_no_bit():
     assert all(map(torch.equal, watched, alone))
 
 
+def exchanged(exchange, *, size=1e-8, **sizes):
+    """Train FP32 weights with gradients that ``exchange`` returns for those of two batches; ``sizes``: of single outputs."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-15)
+    weights = torch.tensor([sizes.get("first", size), size])
+    inspector = Inspector(model, optimizers=optimizer, second=True)
+    inspector.attach()
+    for _ in range(4):
+        parts = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                output = model(torch.randn(32, 8))
+            loss = (output.float().square() * weights).mean()
+            parts.append(torch.autograd.grad(loss, list(model.parameters())))
+        for parameter, *pair in zip(model.parameters(), *parts, strict=True):
+            parameter.grad = exchange(*pair)
+        optimizer.step()
+    inspector.detach()
+    return by_id(inspector)
+
+
+def into_zeros(one, other):
+    total = torch.zeros_like(one)
+    for part in (one, other):
+        total += (part / 2).half()
+    return total
+
+
+EXCHANGED = {
+    "in place": lambda one, other: (one / 2).half().add_((other / 2).half()).float(),
+    "out of place": lambda one, other: ((one / 2).half() + (other / 2).half()).float(),
+    "stacked": lambda one, other: torch.stack([(one / 4).half(), (other / 4).half()]).float().mean(0) * 4,
+    "into zeros": into_zeros,
+}
+
+
+@pytest.mark.parametrize("how", EXCHANGED)
+def test_a_cast_that_flushes_the_gradients_of_an_optimizer_is_named(how):
+    found = exchanged(EXCHANGED[how])
+    flushed = found["gradients-flushed-before-step"]
+    assert (flushed.severity, flushed.step, flushed.evidence["operator"]) == ("error", 1, "_to_copy")
+    assert flushed.evidence["line"].startswith("test_flushed.py:")
+    assert min(flushed.evidence["flushed"], flushed.evidence["taken"]) > 0.8
+    assert 0 < flushed.evidence["largest"] <= 2.0**-25
+    assert {each.id for each in found.values() if each.severity != "info"} == {"gradients-flushed-before-step"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"exchange": lambda one, other: ((one * SCALE).half() + (other * SCALE).half()).float() / (2 * SCALE)},
+        {"exchange": lambda one, other: (one.bfloat16() + other.bfloat16()).float() / 2},
+        {"exchange": EXCHANGED["out of place"], "size": 1e-2},
+        # One output's gradients become zero beside those of another one, which are far larger.
+        {"exchange": lambda one, other: torch.stack([one, other]).half().float().mean(0), "first": 1.0},
+    ],
+)
+def test_gradients_that_an_exchange_keeps_are_not_reported(given):
+    assert "gradients-flushed-before-step" not in exchanged(**given)
+
+
 def asked(size, *, scale=1.0, dtype=torch.float16, of_weight=True, steps=6):
     """Train with a loss that is weighted by the norm of a gradient from ``torch.autograd.grad`` of an output of this size."""
     torch.manual_seed(0)

@@ -698,12 +698,25 @@ def test_a_difference_that_leaves_rounding_error():
 def test_a_loss_of_one_number_is_a_difference_too():
     outputs = 1000 + values(64)
     with Twice() as second:
-        loss = nn.functional.mse_loss(outputs.bfloat16(), (outputs + 1).bfloat16())
+        nn.functional.mse_loss(outputs.bfloat16(), (outputs + 1).bfloat16())
     (found,) = records(second, AmplifiedError)
     assert (found.names[0], found.text) == ("mse_loss", "bfloat16")
-    # BF16's numbers lie 4 apart there.
-    assert found.after == pytest.approx(abs(loss.item() - 1), rel=1e-3)
+    # BF16's numbers lie 4 apart there. The exact difference is 1.
+    off = (outputs.bfloat16().float() - (outputs + 1).bfloat16().float() + 1).square().mean().sqrt()
+    assert found.after == pytest.approx(off.item(), rel=1e-3)
     assert found.after > 1
+
+
+def test_a_loss_that_is_right_by_chance_shows_the_error_of_its_difference():
+    offsets, target = values(64), 290 + values(64, seed=1)
+    with Twice() as second:
+        rounded = offsets.bfloat16() + target.bfloat16()
+        nn.functional.huber_loss(rounded.float(), target)
+    (found,) = records(second, AmplifiedError)
+    assert (found.names[0], found.text) == ("huber_loss", "float32")
+    assert 0 < found.before < 0.01 < 0.5 < found.after
+    # Two roundings are alike, and the second would not exist if the first operand were in FP32.
+    assert before(found) == ("_to_copy", "bfloat16", 1)
 
 
 def test_operands_whose_gradients_a_loop_divides_in_fp16_are_counted():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,6 +43,8 @@ _MOSTLY = 0.5
 _NEARLY_ALL, _MOST_OF_SUM = 0.9, 0.5
 #: The least share of a tensor's sum of magnitudes, cut off by a clamp to FP8's range, that is recorded.
 _CUT = 0.05
+#: The share of the sum of magnitudes of an optimizer's gradients, become zero at one line, that is recorded.
+_MATTERS = 0.1
 #: Maximum number of parameters in a record.
 _MOST_NAMES = 200
 #: Maximum number of nodes of a graph that are searched for FP16.
@@ -134,13 +137,15 @@ def factor_of(name: str, value: Any) -> float | None:
 
 
 class Flushes:
-    """Follows mostly flushed FP16 results, outside of autograd, until a tensor takes them that persists from step to step."""
+    """Follows mostly flushed FP16 results, outside of autograd, until a tensor that persists or an optimizer takes them."""
 
     def __init__(self) -> None:
         #: The records of all such results.
         self.all: list[FlushedResult] = []
         #: The records of those that a tensor which persists, or a logarithm, has taken.
         self.taken: list[FlushedResult] = []
+        #: The records of lines at which a part of an optimizer's gradients became zero.
+        self.of_gradients: list[FlushedResult] = []
         #: The records of casts to FP8, by line.
         self.casts: dict[str, FlushedResult] = {}
         #: The records of clamps to the range of FP8, by line.
@@ -160,7 +165,7 @@ class Flushes:
             return
         flushed = (value == 0) & (local != 0)
         lost, of = int(flushed.sum()), int(torch.count_nonzero(local))
-        if lost and lost >= _MOSTLY * of:
+        if _is_most(lost, of):
             largest = float(local.abs().mul_(flushed).max())
             record = describe(FlushedResult, flushed=lost / of, elements=float(of), largest=largest)
             self.all.append(record)
@@ -177,16 +182,7 @@ class Flushes:
         if float(flushed.sum()) >= _MOST_OF_SUM * float(sizes.sum()):
             record = describe(FlushedResult, flushed=lost / of, elements=float(of), largest=float(flushed.max()))
             line = record.names[1]
-            known = self.casts.get(line, replace(record, flushed=0.0, elements=0.0, times=0.0))
-            elements = known.elements + of
-            self.casts[line] = replace(
-                known,
-                name=known.name * (known.name == record.name),
-                flushed=(known.flushed * known.elements + lost) / elements,
-                elements=elements,
-                largest=max(known.largest, record.largest),
-                times=known.times + 1,
-            )
+            self.casts[line] = _together([*filter(None, [self.casts.get(line)]), record])
 
     def clamped(self, source: torch.Tensor, bound: float, describe: Callable[..., SaturatedCast]) -> None:
         """Judge a clamp of a tensor to -bound and bound; ``describe`` as of ``made``. Waits for the device."""
@@ -215,9 +211,48 @@ class Flushes:
         elif self._of.of(value) is None:
             self._of.put(value, origin)
 
+    def added(self, given: Iterable[Any], value: torch.Tensor, exact: torch.Tensor) -> None:
+        """Follow flushed values into a sum that is mostly zero where the exact one is not; arguments as of ``passed_on``."""
+        if self._of and _is_most(*map(int, ((exact != 0)[value == 0].sum(), torch.count_nonzero(exact)))):
+            self.passed_on(given, value, is_kept=False)
+
+    def taken_as_gradients(self, gradients: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Judge gradients that an optimizer takes. Waits for the device.
+
+        Args:
+            gradients: each with its exact values.
+        """
+        total, lost = 0.0, defaultdict[tuple[str, ...], float](float)
+        for gradient, exact in gradients if self._of else ():
+            sizes = exact.detach().float().abs()
+            total += float(sizes.sum())
+            if (origin := self._of.of(gradient)) is not None:
+                lost[origin.names[:2]] += float(sizes[gradient == 0].sum())
+        for place, size in lost.items():
+            if size and size >= _MATTERS * total:
+                alike = [each for each in self.all if each.names[:2] == place]
+                self.of_gradients.append(replace(_together(alike), taken=size / total))
+
     def most(self) -> list[FlushedResult]:
         """Return the result with the most flushed elements."""
         return sorted(self.all, key=lambda each: each.flushed * each.elements)[-1:]
+
+
+def _is_most(lost: int, of: int) -> bool:
+    return 0 < lost >= _MOSTLY * of
+
+
+def _together(records: list[FlushedResult]) -> FlushedResult:
+    """Return one record of results at one line."""
+    first, elements = records[0], sum(each.elements for each in records)
+    return replace(
+        first,
+        name=first.name * all(each.name == first.name for each in records),
+        flushed=sum(each.flushed * each.elements for each in records) / elements,
+        elements=elements,
+        largest=max(each.largest for each in records),
+        times=sum(each.times for each in records),
+    )
 
 
 class AskedGradients(Measuring):

@@ -122,9 +122,10 @@ class WholeStep(SecondComputation):
         self.skipped[f"a compiled graph ({error!r})"] += 1
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begin the arithmetic of an optimizer."""
+        """Begin the arithmetic of an optimizer, and search its gradients for zeros."""
         self.of_optimizer = OptimizerArithmetic(optimizer, self._parameters, self._repeats.hides_operator)
         self._of_optimizers.append(self.of_optimizer)
+        self.takes(each.grad for group in optimizer.param_groups for each in group["params"])
 
     def optimizer_stepped(self) -> None:
         """End the arithmetic of the optimizer."""

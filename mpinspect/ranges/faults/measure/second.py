@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _get_sequence_nr
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.tally import dtype_name, passed_through
@@ -438,7 +439,7 @@ class SecondComputation:
         # A merge of trained adapters into weights that persist has a node.
         is_kept = pending.old is not None and self._kept.keeps(pending.given[0][0])
         if is_in_forward() and (pending.node is None or is_kept):
-            self._follow_flushed(pending, value, local)
+            self._follow_flushed(pending, value, twin, local)
             if is_rounded:
                 self._compare_kept(pending, value, twin, local)
         if operator in SUMS and value.dtype in NARROW:
@@ -454,17 +455,23 @@ class SecondComputation:
                     self._add(pending, *lost)
             compared = value, twin
             if operator in _LOSSES:
-                compared = tuple(given.float() - target.float() for given, target, *_ in (pending.given[0], pending.arguments[0]))
+                compared = tuple(
+                    given.float() - target.float() for given, target, *_ in (pending.given[0], pending.arguments[0])
+                )
             if compared[0].numel() >= _FEWEST_OF_ONE:
                 self._compare_errors(pending, value, twin, _relative(*compared))
 
-    def _follow_flushed(self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> None:
-        """Follow values that FP16 has flushed into a tensor that persists from step to step, or into a logarithm."""
+    def _follow_flushed(
+        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
+    ) -> None:
+        """Follow values that FP16 has flushed into tensors that persist from step to step, sums, or logarithms."""
         args, operator = pending.given[0], pending.func.overloadpacket
         is_kept = pending.func._schema.is_mutable and self._kept.keeps(args[0])
         if is_kept or operator in _PASSING | _LOGARITHMS:
             taker = operator.__name__ * (operator in _LOGARITHMS)
-            self._flushes.passed_on(args[is_kept:], value, is_kept, taker)
+            self._flushes.passed_on(leaves(args[is_kept:]), value, is_kept, taker)
+        elif operator in ADDITIONS:
+            self._flushes.added(args[:2], value, twin)
         if value.dtype is torch.float16 and not is_kept:
             self._flushes.made(value, local(), partial(self._record, pending, value))
 
@@ -597,6 +604,12 @@ class SecondComputation:
         dtype = str(rounded).removeprefix("torch.")
         return kind(**{"name": module, "names": names, "text": dtype, **figures})
 
+    def takes(self, gradients: Iterable[Any]) -> None:
+        """Search the gradients that an optimizer takes for zeros that FP16 has made outside of a backward."""
+        with _disable_current_modes():
+            twins = ((each, self.twin(each)) for each in gradients if has_numbers(each))
+            self._flushes.taken_as_gradients((each, each if twin is None else twin) for each, twin in twins)
+
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def records(self) -> list[Record]:
@@ -605,7 +618,12 @@ class SecondComputation:
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
-        found += [*self._flushes.casts.values(), *self._flushes.clamps.values(), *self._coarse.values()]
+        found += [
+            *self._flushes.of_gradients,
+            *self._flushes.casts.values(),
+            *self._flushes.clamps.values(),
+            *self._coarse.values(),
+        ]
         firsts: tuple[type[Record], ...] = (
             CastToFP8,
             ChangedIntegers,

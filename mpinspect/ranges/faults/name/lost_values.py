@@ -254,6 +254,33 @@ class _Flush(Sentences):
     )
 
 
+class _Taken(Sentences):
+    BECOME_ZERO = (
+        "In step {step}, in {place}, {operator} flushes {flushed:percent} of {count:count non-zero value} to zero. They are up "
+        "to {largest:.2g}; FP16 flushes magnitudes of 3e-8 and below. The optimizer takes zeros for {taken:percent} of its "
+        "gradients' sum of magnitudes."
+    )
+    WIDER = (
+        "Exchange and sum gradients in BF16 or FP32. In FP16 multiply them by a scale before the cast, such as 2^16, and divide "
+        "by it in FP32 after the sum."
+    )
+    TO_BF16 = "gradient.to(torch.bfloat16)"
+
+
+def _gradients_flush(case: Case) -> Iterator[Found]:
+    """Gradients that flush in FP16 between a backward and the optimizer, as in a cast for an exchange between ranks.
+
+    It is an error if half of the gradients' sum of magnitudes becomes zero.
+
+    False alarms: The share is measured, and reported from a tenth on. Gradients that a hook of a backward casts are left out.
+    """
+    divided = {each.text for each in case.recorded(DividedInHalf)}
+    for flushed in by_place(case.recorded(FlushedResult), "flushed"):
+        if flushed.taken is not None and flushed.names[1] not in divided:
+            words, is_grave = {"count": int(flushed.elements)}, flushed.taken >= _MOSTLY
+            yield found_at(flushed, _Taken.BECOME_ZERO, _Taken.WIDER, _Taken.TO_BF16, words, is_grave=is_grave)
+
+
 def _operator_flushes(case: Case) -> Iterator[Found]:
     """An operator in FP16 that flushes most of its results, in an optimizer's step or in values that the loop keeps; or a cast to
     FP8 that flushes nearly all values.
@@ -267,7 +294,7 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
         return
     divided = {each.text for each in case.recorded(DividedInHalf)}
     for flushed in by_place(case.recorded(FlushedResult), "flushed"):
-        if flushed.text not in _FP8_TYPES and flushed.names[1] not in divided:
+        if flushed.text not in _FP8_TYPES and flushed.taken is None and flushed.names[1] not in divided:
             is_of_log = any(flushed.names[3:])
             taken = _Flush.OF_LOGARITHM.when(is_of_log) or _Flush.TAKEN.when(not optimizer_of(flushed))
             words, code = {"count": int(flushed.elements)}, _Flush.FLOAT.when(not is_of_log)
@@ -394,13 +421,14 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
     first = first_event(case)
     flushed = _flushed_lines(case)
     others = (each for each in case.recorded(AmplifiedError) if each.names[1] not in flushed)
-    for cancelled in by_place(others, "after"):
+    for cancelled in by_place(others, "after", most=1.0):
         if cancelled.unit:
             source = case.session.source_of(cancelled.names[1])
             own = {"cast_difference": with_cast(source) or "difference = (x - y).float()"}
             yield found_at(cancelled, _Left.LARGE_NUMBERS, _Left.BEFORE_THE_CAST, _Left.IN_INT64, own, is_inferred=True)
             continue
-        is_difference = cancelled.names[0].rstrip("_") in ("add", "sub", "rsub")
+        operator = cancelled.names[0].rstrip("_")
+        is_loss, is_difference = operator.endswith("_loss"), operator in ("add", "sub", "rsub")
         also, words = gradients_off(cancelled)
         born = _born_from(cancelled, case)
         # The loss's own difference is reported as a value, too, and its remedy is simple.
@@ -413,7 +441,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
         off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "more than 1,000%"
         origin = origin_of(cancelled)
         from_origin = _Left.ORIGIN_IN_FP32 if cancelled.names[2] == "backward" else Born.FROM_ORIGIN_IN_FP32
-        fix = from_origin.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference) or _Left.INPUT_IN_FP32
+        fix = from_origin.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference or is_loss) or _Left.INPUT_IN_FP32
         earlier, alone = _Left.ARISES_EARLIER, _Left.ERROR_IS_LEFT
         if cancelled.after < MOSTLY_ERROR:
             earlier, alone = _Left.RAISES_EARLIER, _Left.ERROR_IS_RAISED
@@ -427,7 +455,8 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
                 **words,
                 "off": off,
                 "times": cancelled.before and cancelled.after / cancelled.before,
-                "inputs": ("input was", "operands were")[is_difference],
+                "inputs": ("input was", "operands were")[is_difference or is_loss],
+                **({"operator": f"the difference in {operator}"} if is_loss else {}),
                 "origin_expression": "f(z.float())",
                 **words_of(origin),
             },
@@ -453,6 +482,15 @@ def _born_from(cancelled: AmplifiedError, case: Case) -> BornInfinite | None:
 
 FAULTS = (
     Fault("constant-is-one", "warning", _constant_is_one, (_One,), ("updates-lost",), checked=TWICE),
+    Fault(
+        "gradients-flushed-before-step",
+        "warning",
+        _gradients_flush,
+        (_Taken,),
+        ("gradients-zeroed", "gradients-all-zero"),
+        is_of_every_step=True,
+        checked=TWICE,
+    ),
     Fault("operator-flushes", "warning", _operator_flushes, (_Flush,), checked=TWICE),
     Fault("cast-saturates", "warning", _cast_saturates, (_Saturated, _Flush), checked=TWICE),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, Gradients), checked=TWICE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -67,13 +68,16 @@ def expression(operator: str, cast: str = ".float()", other: str = "b") -> str:
     return f"x{cast}.{_METHODS[name]}" if name in _METHODS else f"f(x{cast})"
 
 
-def by_place(records: Iterable[Placed], size: str) -> Iterator[Placed]:
-    """Yield one record of each operator and line: the first, of all steps computed twice, with at least half the largest size."""
+def by_place(records: Iterable[Placed], size: str, most: float = math.inf) -> Iterator[Placed]:
+    """Yield one record of each operator and line: the first, of all steps computed twice, with at least half the largest size.
+
+    Sizes beyond ``most`` count as equal.
+    """
     alike: dict[tuple[str, tuple[str, ...]], list[Placed]] = {}
     for record in records:
         alike.setdefault((record.name, record.names[:3]), []).append(record)
     for found in alike.values():
-        largest = max(getattr(record, size) for record in found)
+        largest = min(max(getattr(record, size) for record in found), most)
         yield next(record for record in found if getattr(record, size) >= largest / 2)
 
 
