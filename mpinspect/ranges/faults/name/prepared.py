@@ -31,7 +31,7 @@ class _Prepared(Sentences):
     )
     ONES = (
         "Before the first step, in {place}, a cast to {dtype:format} makes {ones:count number} of {of} equal to 1, such as "
-        "{exact:.9g}: 1 minus such a number is zero. That may be the zero in {operation}, in step {broken}."
+        "{exact:.9g}: 1 minus such a number is zero. That may be the zero in {operation}, in step {broken_step}."
     )
     KEEP_IN_FP32 = (
         "Keep this tensor in FP32, or take differences from 1 before the cast. Only the weights need the cast."
@@ -77,7 +77,7 @@ def _is_inexact(case: Case) -> Iterator[Found]:
             "flushed": int(prepared.flushed),
             "ones": int(prepared.ones),
             "operation": zero and zero.text.replace(ROUNDED_DIFFERENCE, ""),
-            "broken": zero and zero.step,
+            "broken_step": zero and zero.step,
             "most": 2.0 ** (FORMATS[prepared.text].mantissa_bits + 1),
         }
         yield found_at(
