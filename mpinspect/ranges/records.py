@@ -244,6 +244,12 @@ class SteppedWhileScaled(Change, kind="stepped-while-scaled"):
     divided_early: bool = False
 
 
+class LossFactor(Record, kind="loss-factor"):
+    """The constant ``factor``, a power of two above 1, that the loop itself applied to the losses of all measured backwards."""
+
+    factor: float
+
+
 class ChangedBeforeStep(Change, kind="changed-before-step"):
     """Gradients that changed after the scaler's division (if any) and before the optimizer's step.
 

@@ -1409,6 +1409,17 @@ def test_a_loop_that_unscales_into_its_masters_needs_no_scaler():
     assert report.verdict.healthy
 
 
+@pytest.mark.parametrize(("scale", "severity"), [(1024.0, "info"), (1.0, "warning"), (3.0, "warning")])
+def test_a_loss_with_a_constant_factor_is_scaled_by_hand_whatever_happens_to_the_masters_gradients(scale, severity):
+    def clips_by_element(parameters, masters):
+        torch.nn.utils.clip_grad_value_(masters, 1e-3)
+        return True
+
+    report = train_masters(torch.float16, scale=scale, before_step=clips_by_element)
+    (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
+    assert (said.severity, said.evidence.get("factor")) == (severity, scale if severity == "info" else None)
+
+
 def by_hand(scale_of, *, zero_first=False, known=True):
     """Train with a loss scaled by hand, without the steps whose gradients are not finite."""
     model = mlp()
