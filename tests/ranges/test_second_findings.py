@@ -833,6 +833,8 @@ BATCH = ExaminedBatch(step=7, elements=5)
         ([ZERO], broken(7), "error"),
         ([replace(ZERO, text="a square root of zero")], broken(7), "info"),
         ([BATCH], broken(7), "info"),
+        ([born(1e5, ("mul", "train.py:9", "forward"))], broken(7), "info"),
+        ([born(0.0, ("log", "train.py:7", "forward"))], broken(7), "error"),
         ([], replace(broken(7), module="body"), "info"),
     ],
 )

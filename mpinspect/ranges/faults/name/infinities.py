@@ -428,6 +428,8 @@ def _broke_at(bound: RoundedBound, event: Event, case: Case) -> bool:
     """Return whether a forward broke where the operator runs: in its module or the loss, and in no other known operation."""
     if event.forward_finite is not False or event.given:
         return False
+    if any(born.names[:3] != bound.names[:3] for born in case.recorded(BornInfinite) if born.names[2] == "forward"):
+        return False
     examined = next((each for each in case.recorded(Examined) if each.step == event.step), None)
     if examined is not None and not isinstance(examined, ExaminedMask) and not is_of_unknown_origin(examined):
         return of_operation([bound], examined) is not None
