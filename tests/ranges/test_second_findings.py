@@ -153,6 +153,12 @@ def test_an_operator_that_enlarges_an_error_which_makes_the_gradients_useless_is
     assert "mostly" not in found.message
 
 
+def test_a_result_that_is_only_error_began_in_the_first_such_step():
+    began = AmplifiedError(step=1, names=PLACE, text="bfloat16", before=0.003, after=1.2, gradients_error=1.0)
+    later = replace(began, step=101, after=6.7)
+    assert findings(replace(began, after=0.4, step=0), began, later)["result-is-rounding-error"].step == 1
+
+
 @pytest.mark.parametrize(
     ("devices", "argument"),
     [
