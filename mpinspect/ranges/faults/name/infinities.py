@@ -168,11 +168,10 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         origin, fix, code = None, Born.BOUND_IN_FP32, Born.CAST_BEFORE
     if not bound and origin is None and born.name and born.names[0] == "addmm" and code is Born.CAST_ON:
         code = LayerInFP32.of(case.precision)
-    phase = born.names[2]
-    first = first_event(case, phase)
+    first = first_event(case, born.names[2])
     further = further_lines(case, born) if born.largest else []
     is_later, layer, step = beginning(born, first)
-    began = Born.FIRST.when(phase == "forward") or Born.FIRST_OF_BACKWARD
+    began = Born.FIRST.when(born.names[2] == "forward") or Born.FIRST_OF_BACKWARD
     yield found_at(
         born,
         (
@@ -192,7 +191,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "at": _at(born, is_later),
             "at_origin": origin and _at(origin, is_later),
             **words_of(origin),
-            # A product on that line would round its result before a cast of the last operator's operands.
+            # A product there would round its result before a cast of the last operator's operands.
             **({"origin_expression": "f(z.float())"} if born.is_last else {}),
             "bound": bound,
             "bounding": bound and operator_named(bound.names[4]),

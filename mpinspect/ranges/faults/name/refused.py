@@ -89,7 +89,8 @@ class _Calls(Sentences):
         "# before scaler.step(optimizer)\n"
         "for group in optimizer.param_groups:\n"
         '    for p in group["params"]:\n'
-        "        print(p.shape, p.requires_grad, p.grad is None)"
+        "        has = p.grad is not None\n"
+        "        print(p.shape, has)"
     )
     SCALE_LOSS = "# in place of {at_backward}\nscaler.scale(loss).backward()"
 
