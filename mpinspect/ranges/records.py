@@ -280,6 +280,7 @@ class LostSquares(Record, kind="lost-squares"):
     Args:
         flushed: their share of the averages whose square FP32 holds.
         largest: the largest step that the optimizer would take there, as a multiple of its learning rate.
+        text: the line of ``load_state_dict`` that cast the states to FP16; "" without one.
     """
 
     flushed: float

@@ -203,11 +203,13 @@ def _rate_is_low(case: Case) -> Iterator[Found]:
 
 
 def _stands_still(case: Case) -> Iterator[Found]:
-    """FP32 weights that no step changes any more up to the run's end, in a run that computes in 16 bits; learning rates of 0.
+    """FP32 weights that no step changes any more up to the run's end, in a run that computes in 16 bits; learning rates of 0, or
+    nearly 0.
 
     A few elements of each weight are compared at the ends of measured steps and of the run, over at least eight steps. Steps with
     a learning rate of 0 do not count, nor runs in which these elements have no gradient. A learning rate that is exactly 0 up to
-    the run's end is reported in any format, from eight steps and 5% of the run on.
+    the run's end is reported in any format, from eight steps and 5% of the run on. So is one that is at most 1e-4 of its highest
+    value in half of the steps or more, up to the run's end, if the weights have gradients and change by less than 0.1%.
 
     False alarms: A line search that has reached the minimum of the rounded loss is reported; in FP32 it may find a lower one. An
     optimizer that is stopped on purpose by a learning rate of 0 is reported; as info below a quarter of its steps.
@@ -498,7 +500,15 @@ def _stale(case: Case) -> Iterator[Found]:
 
 NEVER_UPDATED = Fault("never-updated", "error", _never_updated, (_Never, Inspect))
 STEPS_STOPPED = Fault("steps-stopped", "warning", _steps_stopped, (_Stopped,))
-STANDS_STILL = Fault("weights-stand-still", "warning", _stands_still, (_Still, _Rate))
+STANDS_STILL = Fault(
+    "weights-stand-still",
+    "warning",
+    _stands_still,
+    (_Still, _Rate),
+    ("updates-lost",),
+    "warning",
+    is_of_every_step=True,
+)
 GONE = (
     Fault("gradients-clipped-to-zero", "error", _clipped_to_zero, (_Clipped, FP32Weights), ("non-finite-event",)),
     Fault("gradients-zeroed", "error", _zeroed, (_Zeroed,)),
