@@ -244,6 +244,12 @@ class SteppedWhileScaled(Change, kind="stepped-while-scaled"):
     divided_early: bool = False
 
 
+class LossFactor(Record, kind="loss-factor"):
+    """The constant ``factor``, a power of two above 1, that the loop itself applied to the losses of all measured backwards."""
+
+    factor: float
+
+
 class ChangedBeforeStep(Change, kind="changed-before-step"):
     """Gradients that changed after the scaler's division (if any) and before the optimizer's step.
 
@@ -719,6 +725,7 @@ class PreparedError(Record, kind="prepared-error"):
         error: the norm of the error, relative to that of the twin.
         changed: the number of whole numbers that a cast has changed.
         flushed: the number of its zeros whose twins are no smaller than 2^-11 of the twin's largest element.
+        ones: the number of its ones whose twins are other numbers.
         value, exact: the worst element, and the twin's.
     """
 
@@ -729,6 +736,7 @@ class PreparedError(Record, kind="prepared-error"):
     error: float = 0
     changed: float = 0
     flushed: float = 0
+    ones: float = 0
 
 
 class CalledLines(Record, kind="second-lines"):
@@ -949,6 +957,22 @@ class RoundedArgument(Record, kind="second-argument"):
     bound: float | None = None
     rounded: float | None = None
     nearest: float | None = None
+
+
+class RoundedBound(Record, kind="second-bound"):
+    """A bound of the script that 16 bits round to an argument at which a later operator is infinite, even if no value is there.
+
+    Its names are those of the operator that is infinite, its line and phase, and of the one that was given the bound.
+
+    Args:
+        bound, rounded, nearest: the number, its value in the tensor's dtype, and the nearest other value there.
+        given: the argument of the operator at the rounded bound.
+    """
+
+    bound: float
+    rounded: float
+    nearest: float
+    given: float
 
 
 class MixedPowers(Record, kind="mixed-powers"):

@@ -1384,7 +1384,7 @@ def test_only_steps_whose_batches_had_outliers_count_as_further_ones(broken, fur
         train(mlp(), steps=40, scaler=scaler, batch_of=batch_of, autocast=torch.float16), "batch-beyond-float16"
     )
     assert ("further" in finding.message) == (further is not None)
-    assert further is None or f"at least {further}" in finding.message
+    assert further is None or f"It is so in {further} of those that were examined." in finding.message
 
 
 def test_for_a_row_of_zeros_in_fp32_no_cast_to_fp32_is_advised():
@@ -1407,6 +1407,17 @@ def test_a_loop_that_unscales_into_its_masters_needs_no_scaler():
     assert [(event.step, event.skipped, event.story) for event in report.events] == [(5, True, DROPPED)]
     assert any("The loop dropped the gradients of the step." in finding.message for finding in report.findings)
     assert report.verdict.healthy
+
+
+@pytest.mark.parametrize(("scale", "severity"), [(1024.0, "info"), (1.0, "warning"), (3.0, "warning")])
+def test_a_loss_with_a_constant_factor_is_scaled_by_hand_whatever_happens_to_the_masters_gradients(scale, severity):
+    def clips_by_element(parameters, masters):
+        torch.nn.utils.clip_grad_value_(masters, 1e-3)
+        return True
+
+    report = train_masters(torch.float16, scale=scale, before_step=clips_by_element)
+    (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
+    assert (said.severity, said.evidence.get("factor")) == (severity, scale if severity == "info" else None)
 
 
 def by_hand(scale_of, *, zero_first=False, known=True):

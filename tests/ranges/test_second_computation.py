@@ -23,6 +23,7 @@ from mpinspect.ranges.records import (
     LostSum,
     NearestEnd,
     RoundedArgument,
+    RoundedBound,
     Ties,
 )
 from mpinspect.shapes.record.live import LiveMatmuls
@@ -546,6 +547,35 @@ def test_an_operand_that_is_absorbed():
     with Twice() as second:
         torch.full((100,), 512.0).bfloat16() + 8 * torch.ones(100).bfloat16()
     assert records(second, AbsorbedOperand) == []
+
+
+BOUNDS = {
+    "an upper bound before a logarithm": (
+        lambda x: (1 - x.bfloat16().sigmoid().clamp(1e-4, 1 - 1e-4)).log(),
+        1 - 1e-4,
+        "log",
+    ),
+    "a bound in FP32 before a cast": (
+        lambda x: -(-x.sigmoid().clamp(1e-6, 1 - 1e-6).bfloat16().log()).log(),
+        1 - 1e-6,
+        "log",
+    ),
+    "a bound of FP16 before atanh": (lambda x: x.half().tanh().clamp(max=1 - 1e-6).atanh(), 1 - 1e-6, "atanh"),
+    "an epsilon below FP16's smallest": (lambda x: 1 / x.half().abs().clamp_min(1e-8), 1e-8, "reciprocal"),
+    "a bound that the dtype holds": (lambda x: (1 - x.bfloat16().sigmoid().clamp(max=0.99)).log(), None, ""),
+    "a bound that stays in FP32": (lambda x: (1 - x.sigmoid().clamp(max=1 - 1e-4)).log(), None, ""),
+    "a bound far from the edge": (lambda x: x.bfloat16().sigmoid().clamp(1e-4, 1 - 1e-4).log(), None, ""),
+    "a cast of the logarithm alone": (lambda x: (1 - x.sigmoid().clamp(max=1 - 1e-4)).log().bfloat16(), None, ""),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds_that_round_to_an_edge_are_recorded_although_no_value_is_there(name):
+    function, bound, operator = BOUNDS[name]
+    with Twice() as second:
+        assert function(torch.linspace(0.1, 1, 8)).isfinite().all()
+    found = [(each.bound, each.names[0]) for each in records(second, RoundedBound)]
+    assert found == [(bound, operator)] * bool(operator)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

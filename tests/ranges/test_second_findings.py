@@ -24,6 +24,7 @@ from mpinspect.ranges.records import (
     LostSum,
     MixedPowers,
     RoundedArgument,
+    RoundedBound,
     WeightGrowth,
 )
 from mpinspect.ranges.session import Event, OptimizerRecord, Precision, Progress, ScalerRecord
@@ -817,6 +818,32 @@ def test_an_overflow_that_makes_a_zero_leads_before_the_logarithm_of_it():
     assert (found["overflow-in-operator"].severity, found["argument-out-of-range"].severity) == ("error", "info")
     # A logarithm of an exact zero is the script's own.
     assert "overflow-in-operator" not in findings(examined, overflow, precision=FP16, events=events)
+
+
+LOG = ("log", "train.py:7", "forward", "clamp", "train.py:5")
+ZERO = ExaminedArgument(step=7, text="a logarithm of zero", elements=5, bits=16)
+BATCH = ExaminedBatch(step=7, elements=5)
+
+
+@pytest.mark.parametrize(
+    ("records", "event", "severity"),
+    [
+        ([], None, "info"),
+        ([], broken(7), "error"),
+        ([ZERO], broken(7), "error"),
+        ([replace(ZERO, text="a square root of zero")], broken(7), "info"),
+        ([BATCH], broken(7), "info"),
+        ([born(1e5, ("mul", "train.py:9", "forward"))], broken(7), "info"),
+        ([born(0.0, ("log", "train.py:7", "forward"))], broken(7), "error"),
+        ([], replace(broken(7), module="body"), "info"),
+    ],
+)
+def test_a_bound_that_rounds_away_is_an_error_where_it_explains_the_break(records, event, severity):
+    bound = RoundedBound(step=1, names=LOG, text="bfloat16", bound=0.9999, rounded=1, nearest=0.996, given=0)
+    bound = replace(bound, name=broken(7).module)
+    found = findings(bound, *records, precision=FP16, events=(event,) if event else ())["bound-rounds-away"]
+    assert (found.severity, found.certainty) == (severity, "inferred")
+    assert found.step == (7 if severity == "error" else 1)
 
 
 @pytest.mark.parametrize("is_negative", [False, True])

@@ -51,6 +51,30 @@ def test_infinities_of_half_features_belong_to_the_operator_that_they_come_from(
     assert finding.severity == "error"
 
 
+@pytest.mark.parametrize("is_schedule", [True, False])
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_schedule_that_a_cast_makes_one_is_named_if_a_division_by_zero_breaks_the_loss(
+    is_broken, is_schedule, tmp_path
+):
+    exact = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 100), 0)
+    if not is_schedule:
+        exact = exact.flip(0).roll(50)
+    with watched(tmp_path) as run:
+        schedule = exact.clone().half()
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(4):
+            factor = schedule.max() if is_broken and step == 3 else schedule.min()
+            optimizer.zero_grad()
+            (model(torch.ones(3, 4)) / (1 - factor.float())).square().mean().backward()
+            optimizer.step()
+    ones = int(((schedule == 1) & (exact != 1)).sum())
+    assert ones > 0
+    assert [each.ones for each in _errors(run)] == [float(ones)] * is_schedule
+    found = [each for each in analyse(run.parts.models[0].session).findings if each.id == FAULT]
+    assert [(each.severity, each.certainty) for each in found] == [("error", "inferred")] * (is_broken and is_schedule)
+
+
 def test_zeros_of_flushed_elements_are_counted_if_they_were_not_negligible(tmp_path):
     with watched(tmp_path) as run:
         inverse = torch.tensor([6e7, 2e6, 1.5e5]).reciprocal().half()

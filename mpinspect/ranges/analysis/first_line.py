@@ -13,10 +13,11 @@ _FINITE = {True: "finite", False: "not finite"}
 _STORIES = {SKIPPED: "step skipped", DROPPED: "dropped by the loop"}
 
 
-def first_line(event: Event, *, with_place: bool = True) -> str:
+def first_line(event: Event, *, is_beside_map: bool = False) -> str:
     """Return ``step 412, backward, 'decoder.3.attn', first inf, scale 65536, forward finite``, without the unknown parts.
 
-    If there are several ranks, the line begins with the rank that saw the event. ``with_place`` False leaves the module out.
+    If there are several ranks, the line begins with the rank that saw the event. Beside a map, which marks the module and the
+    skipped steps, the module is left out, and of a forward the loss scale.
     """
     rank, value = filled("rank {}", event.rank), f"first {_VALUES.get(event.value, event.value)}"
     if event.phase == END:
@@ -24,7 +25,9 @@ def first_line(event: Event, *, with_place: bool = True) -> str:
     parts = [rank, f"step {event.step}"]
     if event.micro_batch:
         parts.append(f"micro-batch {event.micro_batch}")
-    parts += [event.phase, event.place * with_place, value]
+    parts += [event.phase, event.place * (not is_beside_map), value]
+    if is_beside_map and event.phase == "forward":
+        return ", ".join(filter(None, parts))
     # A loss that nothing scales has the scale 1.
     if event.loss_scale not in (None, 1.0):
         parts.append(f"scale {_scale(event.loss_scale)}")

@@ -71,7 +71,7 @@ def began(report: RangeReport) -> Began:
     if event is not None and (finding is None or _is_cause(finding, event)):
         place, is_own = _of_event(event, finding)
         if is_own:
-            return Began(name(f"{cause}: in {place}"), first_line(event, with_place=False))
+            return Began(name(f"{cause}: in {place}"), first_line(event, is_beside_map=True))
         return Began(name(f"{cause}: in {place}, first in step {event.step:,}"))
     assert finding is not None
     is_before = finding.evidence.get("phase") == BEFORE_STEPS

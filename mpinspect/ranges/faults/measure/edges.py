@@ -12,7 +12,7 @@ import torch
 
 from mpinspect.ranges.faults.measure.operands import CASTS, DIFFERENCES, NARROW, Pending, has_numbers, takes_gradient
 from mpinspect.ranges.faults.measure.twins import Marks
-from mpinspect.ranges.records import CalledLines, Record, RoundedArgument, RoundedConstant
+from mpinspect.ranges.records import CalledLines, Record, RoundedArgument, RoundedBound, RoundedConstant
 from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
@@ -22,6 +22,13 @@ _EDGES = {
     **dict.fromkeys((aten.sqrt, aten.rsqrt, aten.log, aten.log2, aten.log10, aten.reciprocal, aten.pow), 0),
     aten.div: 1,
 }
+#: Operators that are infinite, or have an infinite derivative, at these arguments.
+_INFINITE_AT = {
+    **dict.fromkeys(_EDGES, (0.0,)),
+    **dict.fromkeys((aten.atanh, aten.erfinv, aten.acos, aten.asin), (-1.0, 1.0)),
+    aten.log1p: (-1.0,),
+    aten.logit: (0.0, 1.0),
+}
 #: Operators whose calls have their lines recorded: a later step, which is not computed twice, may break in one of them.
 _AT_EDGES = frozenset({*_EDGES, aten.exp, aten.log1p, aten.mul, aten.sum, aten.mm, aten.bmm, aten.addmm})
 #: The most such calls of an operator.
@@ -29,10 +36,12 @@ _MOST_CALLS = 8
 #: Operators whose result has values of their first argument.
 _CARRYING = CASTS | {aten.clamp, aten.clamp_min, aten.clamp_max, aten.relu, aten.abs}
 #: Operators that are given a bound or an epsilon, and those that pass on an element that equals it.
-_BOUNDING = frozenset(
-    {*(aten.clamp, aten.clamp_, aten.clamp_min, aten.clamp_min_), *(aten.clamp_max, aten.clamp_max_, aten.add)}
+_CLAMPS = frozenset({*(aten.clamp, aten.clamp_, aten.clamp_min), *(aten.clamp_min_, aten.clamp_max, aten.clamp_max_)})
+_BOUNDING = _CLAMPS | {aten.add}
+#: Operators through which a bound is followed: of one tensor and numbers, and monotonic near the bound.
+_FOLLOWED = frozenset(
+    {*(aten.add, aten.sub, aten.rsub, aten.mul, aten.div), *(aten.sqrt, aten.neg, aten.log, aten.exp)}
 )
-_AFFINE = frozenset({aten.add, aten.sub, aten.rsub, aten.mul, aten.div, aten.sqrt, aten.neg})
 #: The relative error up to which an element equals the number that it follows from.
 _SAME = 0.01
 #: The least share of differences of 1 and decay factors that must be zero, and the most operations that make such factors.
@@ -47,7 +56,7 @@ class Bound(NamedTuple):
     Args:
         names: the operator that was given the number, and its line.
         bound, rounded, nearest: the number, its value in the tensor's dtype, and the nearest other value there.
-        exact, given: the element that follows from the number, and from its rounded value.
+        exact, given: the element that follows from the number, and from its rounded value: the same in FP32.
     """
 
     names: tuple[str, str]
@@ -71,6 +80,8 @@ class Edges:
         self._calls: defaultdict[str, list[str]] = defaultdict(list)
         #: The difference of 1 and decay factors that loses most elements.
         self._of_one: RoundedConstant | None = None
+        #: The first rounded bound at which an operator is infinite.
+        self._reached: RoundedBound | None = None
 
     def called(self, operator: Any, args: tuple[Any, ...]) -> None:
         """Remember the line of an operator that may be infinite at an edge of its domain."""
@@ -86,6 +97,7 @@ class Edges:
             value: its result.
             describe: makes a record of a tensor, of a class, at this line.
         """
+        self._reach(pending, value, describe)
         self._follow(pending, value)
         if pending.exact is not None:
             self._compare_with_one(pending, value, describe)
@@ -98,13 +110,17 @@ class Edges:
         operator, known = func.overloadpacket, self._bounds.of(first) if has_numbers(first) else None
         numbers = [each for each in (*others, *kwargs.values()) if type(each) in (int, float)]
         is_of_numbers = not any(isinstance(each, torch.Tensor) for each in others)
-        if operator in _BOUNDING and is_of_numbers and value.dtype in NARROW:
-            found = filter(None, (_rounded(each, value.dtype) for each in numbers))
+        if is_of_numbers and operator in (_BOUNDING if value.dtype in NARROW else _CLAMPS):
+            found = filter(None, (_rounded(each, dtype) for each in numbers for dtype in _narrow_or_all(value.dtype)))
             if whole := next(found, None):
                 names = operator.__name__, innermost_line(pending.frame)
-                self._bounds.put(value, Bound(names, *whole, exact=whole[0], given=whole[1]))
+                given = whole[1] if value.dtype in NARROW else whole[0]
+                self._bounds.put(value, Bound(names, *whole, exact=whole[0], given=given))
                 return
-        if known is not None and operator in _AFFINE and is_of_numbers:
+        if known is not None and operator in CASTS and known.given == known.exact and value.dtype in NARROW:
+            whole = _rounded(known.exact, value.dtype)
+            known = whole and known._replace(rounded=whole[1], nearest=whole[2], given=whole[1])
+        elif known is not None and operator in _FOLLOWED and is_of_numbers:
             exact, given = (
                 float(func(torch.tensor(each, dtype=torch.float64, device="cpu"), *others, **kwargs))
                 for each in known[-2:]
@@ -114,6 +130,30 @@ class Edges:
             known = None
         if known is not None:
             self._bounds.put(value, known)
+
+    def _reach(self, pending: Pending, value: torch.Tensor, describe: Callable[..., Any]) -> None:
+        """Record that an operator is infinite at a rounded bound of its argument, and finite at the bound itself."""
+        edges = _INFINITE_AT.get(pending.func.overloadpacket)
+        if edges is None or self._reached is not None:
+            return
+        place = _EDGES.get(pending.func.overloadpacket, 0)
+        given = pending.given[0]
+        if (
+            place >= len(given)
+            or not has_numbers(argument := given[place])
+            or _is_smooth(pending.func.overloadpacket, given)
+        ):
+            return
+        bound = self._bounds.of(argument)
+        if bound is not None and bound.given in edges and bound.exact not in edges:
+            # Not a zero with a sign.
+            figures = {
+                "bound": bound.bound,
+                "rounded": bound.rounded,
+                "nearest": bound.nearest,
+                "given": bound.given + 0.0,
+            }
+            self._reached = describe(argument, RoundedBound, *bound.names, **figures)
 
     def _follow_line(self, pending: Pending, value: torch.Tensor) -> None:
         """Remember the line of a difference, also of results that have its values."""
@@ -138,8 +178,11 @@ class Edges:
     def _compare(self, pending: Pending, describe: Callable[..., Any]) -> None:
         """Record an argument near zero, where an operator is singular, that is mostly rounding error."""
         operator, given = pending.func.overloadpacket, pending.given[0]
-        is_smooth = operator is aten.pow and not (isinstance(given[1], (int, float)) and given[1] < 1)
-        if operator not in _EDGES or is_smooth or not has_numbers(argument := given[_EDGES[operator]]):
+        if (
+            operator not in _EDGES
+            or _is_smooth(operator, given)
+            or not has_numbers(argument := given[_EDGES[operator]])
+        ):
             return
         exact = pending.arguments[0][_EDGES[operator]]
         # An exact zero is the script's own.
@@ -165,7 +208,23 @@ class Edges:
         """Return the worst argument of each operator, and the lines of the operators that are called in few places."""
         calls = ((name, lines) for name, lines in self._calls.items() if len(lines) <= _MOST_CALLS)
         lines = (CalledLines(names=tuple(lines), text=name) for name, lines in calls)
-        return [*lines, *self._arguments.values(), *filter(None, [self._of_one])]
+        return [*lines, *self._arguments.values(), *filter(None, [self._of_one, self._reached])]
+
+
+def bounds_for_later(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operator bounds FP32 values by a number that a later cast to 16 bits may change."""
+    is_clamp = func.overloadpacket in _CLAMPS and not func._schema.is_mutable
+    return is_clamp and has_numbers(args[0]) and args[0].dtype is torch.float32
+
+
+def _is_smooth(operator: Any, given: Sequence[Any]) -> bool:
+    """Return whether an operator is a power that is finite at zero, with its derivative."""
+    return operator is aten.pow and not (isinstance(given[1], (int, float)) and given[1] < 1)
+
+
+def _narrow_or_all(dtype: torch.dtype) -> Sequence[torch.dtype]:
+    """Return a 16-bit dtype itself; for others all that a later cast may have."""
+    return (dtype,) if dtype in NARROW else tuple(NARROW)
 
 
 def has_one(given: Sequence[Any]) -> bool:

@@ -29,6 +29,7 @@ from mpinspect.ranges.records import (
     ChangedBeforeStep,
     ChangedWhileScaled,
     LeftOver,
+    LossFactor,
     MastersGivenSmaller,
     MissingGradients,
     NotOptimized,
@@ -51,6 +52,8 @@ _HOW_CALLED = {None: "not_called", True: "called", False: "without_graph"}
 _SAME = 1e-3
 #: Gradients that are smaller by this factor or more at the masters count as divided, for example by a loss scale.
 _DIVIDED = 2.0
+#: The mantissa that frexp gives for powers of two.
+_MANTISSA_OF_POWER = 0.5
 
 
 AnyChange = TypeVar("AnyChange", bound=Change)
@@ -126,6 +129,8 @@ class HandedOver(Measuring):
         self._lost = LostBackwards(self._parameters, self._optimizers)
         #: For each measured step, the common factor of division on the way to the masters; NaN without one.
         self._divisors: list[float] = []
+        #: The constant factors of the losses of all measured backwards; None for a loss without one.
+        self._factors: set[float | None] = set()
         #: The parameters that ever received a gradient, and the parameters that an optimizer steps.
         self._ever: set[str] = set()
         self._optimized: set[str] = set()
@@ -162,6 +167,7 @@ class HandedOver(Measuring):
         """Record the constant factor that the loop applied to the loss, and the tensors that it reaches."""
         self._lost.backward_called(self._now.lost, losses)
         self._now.multiplied_by = _constant_factor(losses)
+        self._factors.add(self._now.multiplied_by)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Record that a scaler is in use."""
@@ -255,6 +261,9 @@ class HandedOver(Measuring):
         super().run_ends()
         for lost in self._lost.found():
             self._record(lost)
+        (factor,) = self._factors if len(self._factors) == 1 else [None]
+        if factor is not None and factor > 1 and math.frexp(factor)[0] == _MANTISSA_OF_POWER:
+            self._record(LossFactor(step=self._clock.step, factor=factor))
         self._masters.settle()
         if self._divisors and all(divisor >= _DIVIDED for divisor in self._divisors):
             weights = tuple(each.name for each in self._masters.weights())

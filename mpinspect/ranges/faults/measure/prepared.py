@@ -127,9 +127,14 @@ class PreparedTensors(SecondComputation):
         return _recorded(self._flushing.of(value), value, twin, lost, flushed=flushed) if flushed else None
 
     def _of_cast(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
-        """Return the record of whole numbers that were only cast; None if nearly all are as before."""
-        if not value.is_floating_point() or not is_finite(value) or not bool((twin == twin.round()).all()):
+        """Return the record of whole numbers, or of numbers near 1, that were only cast; None if nearly all are as before."""
+        if not value.is_floating_point() or not is_finite(value):
             return None
+        if not bool((twin == twin.round()).all()):
+            ones, steps = (value == 1) & (twin != 1), twin.diff()
+            # Features near 1 are harmless; a schedule or decay factors, which rise or fall, are made for a difference from 1.
+            count = float(ones.sum()) if bool((steps >= 0).all() | (steps <= 0).all()) else 0.0
+            return _recorded(self._origins.worst_of(value), value, twin, ones, ones=count) if count else None
         changed = float((value.float() != twin).sum())
         is_many = changed >= _CHANGED * value.numel()
         return _recorded(self._origins.worst_of(value), value, twin, changed=changed) if changed and is_many else None

@@ -28,7 +28,7 @@ from mpinspect.ranges.faults.measure.additions import Additions
 from mpinspect.ranges.faults.measure.broken import Broken
 from mpinspect.ranges.faults.measure.cached_casts import CachedCasts
 from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices, tied
-from mpinspect.ranges.faults.measure.edges import Edges
+from mpinspect.ranges.faults.measure.edges import Edges, bounds_for_later
 from mpinspect.ranges.faults.measure.effects import Effects
 from mpinspect.ranges.faults.measure.flushed import DividedGradients, Flushes
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
@@ -288,7 +288,8 @@ class SecondComputation:
             return None
         has_twin = any(self.twin(each) is not None for each in tensors)
         is_narrow = any(each.dtype in NARROW for each in tensors) or kwargs.get("dtype") in NARROW
-        if not (has_twin or is_narrow or func.overloadpacket in SEARCHING):
+        is_bound = is_in_forward() and bounds_for_later(func, args)
+        if not (has_twin or is_narrow or func.overloadpacket in SEARCHING or is_bound):
             return None
         if self._is_used_up():
             self._end()

@@ -472,6 +472,10 @@ def _softmax(node: Any, name: str) -> _Found:
     masking = next((each for each in below[1:4] if applies_mask(each)), None)
     if masking is None or not all(_is_finite(each) for each in below if each is not node):
         return None
+    hides_others = bool((node._saved_result == 0).any())
+    if operator_of(masking) not in _MASKING and not hides_others:
+        # What was added may as well be noise that holds an infinity.
+        return _argument("a sum", f"with {CONSTANT} that is infinite or NaN", whole)
     return "mask", "a softmax", "of a row of only -inf", whole
 
 

@@ -29,10 +29,13 @@ from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_flushed
 from mpinspect.ranges.records import (
     BornInfinite,
     BrokenAlike,
+    Examined,
     ExaminedArgument,
+    ExaminedMask,
     InfiniteDivisor,
     Record,
     RoundedArgument,
+    RoundedBound,
 )
 from mpinspect.ranges.session import Event
 from mpinspect.reporting.sentences import Said, Sentences
@@ -375,7 +378,73 @@ def _divisor_infinite(case: Case) -> Iterator[Found]:
 
 #: The findings that an infinity of the precision explains.
 _OF_BORN = ("non-finite-event", "argument-out-of-range")
+
+
+class _Bound(Sentences):
+    ROUNDS_AWAY = (
+        "In {place}, {operator} or its derivative is infinite at {given:g}, and {bounding} ({bound_line}) lets its argument get "
+        "there: {dtype:format} rounds the bound {bound:.9g} to {rounded:g}. The nearest other number is {nearest:.6g}."
+    )
+    BROKE = "In step {broken}, {broken_place} was no longer finite."
+    IN_FP32 = "Compute in FP32 from {bounding} ({bound_line}) to {last}."
+    WIDER = "A bound that {dtype:format} holds, such as {nearest:.6g}, does as well."
+
+
+def _bound_rounds_away(case: Case) -> Iterator[Found]:
+    """A bound that is to keep a value from the edge of an operator's domain, and that 16 bits round to that edge.
+
+    It is an error if a forward broke in the operator's module, in the loss, or in the operator's line, and an info otherwise.
+
+    False alarms: The rounding is measured. Whether a value was at the bound when the forward broke is inferred.
+    """
+    is_hit = any(each.bound is not None for each in case.recorded(RoundedArgument))
+    for bound in () if is_hit else case.recorded(RoundedBound):
+        bounding, bound_line = bound.names[3:5]
+        event = first_event(case)
+        broke = event is not None and _broke_at(bound, event, case)
+        first = event.step if event is not None and broke else bound.step
+        yield found_at(
+            bound,
+            (_Bound.ROUNDS_AWAY, _Bound.BROKE.when(broke)),
+            (_Bound.IN_FP32, _Bound.WIDER),
+            Born.CAST_BEFORE,
+            {
+                "bounding": operator_named(bounding),
+                "bound_line": bound_line,
+                "last": f"{operator_named(bound.names[0])} ({bound.names[1]})",
+                "broken": event and event.step,
+                "broken_place": event and event.place,
+            },
+            is_grave=broke,
+            is_mild=not broke,
+            is_inferred=True,
+            before=[bound_line, bound.names[1]],
+            step=first,
+        )
+        return
+
+
+def _broke_at(bound: RoundedBound, event: Event, case: Case) -> bool:
+    """Return whether a forward broke where the operator runs: in its module or the loss, and in no other known operation."""
+    if event.forward_finite is not False or event.given:
+        return False
+    if any(born.names[:3] != bound.names[:3] for born in case.recorded(BornInfinite) if born.names[2] == "forward"):
+        return False
+    examined = next((each for each in case.recorded(Examined) if each.step == event.step), None)
+    if examined is not None and not isinstance(examined, ExaminedMask) and not is_of_unknown_origin(examined):
+        return of_operation([bound], examined) is not None
+    return event.module == bound.name
+
+
 FAULTS = (
+    Fault(
+        "bound-rounds-away",
+        "warning",
+        _bound_rounds_away,
+        (_Bound, Born),
+        ("non-finite-event", "argument-out-of-range", "mask-hides-whole-row"),
+        checked=TWICE,
+    ),
     Fault(
         "breaks-in-fp32-too",
         "error",

@@ -8,7 +8,7 @@ from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.operators import MATTERS, found_at
-from mpinspect.ranges.records import PreparedError
+from mpinspect.ranges.records import ROUNDED_DIFFERENCE, ExaminedArgument, PreparedError
 from mpinspect.reporting.sentences import Sentences
 
 
@@ -29,6 +29,14 @@ class _Prepared(Sentences):
         "Before the first step, in {place}, {operator} rounds to {dtype:format}. A tensor of {of:count element} made from its "
         "result has {flushed:count zero} that FP32 does not have: one is {exact:.2g} there."
     )
+    ONES = (
+        "Before the first step, in {place}, a cast to {dtype:format} makes {ones:count number} of {of} equal to 1, such as "
+        "{exact:.9g}: 1 minus such a number is zero. That may be the zero in {operation}, in step {broken_step}."
+    )
+    KEEP_IN_FP32 = (
+        "Keep this tensor in FP32, or take differences from 1 before the cast. Only the weights need the cast."
+    )
+    KEEP = "# after the cast of the model\nmodule.table = table.float()"
     IN_FP32 = "Compute it in FP32 from FP32 values. Cast the finished tensor if it has to be in 16 bits."
     IN_INTEGERS = (
         "Keep ids, and all numbers whose last digit matters, in int64. {dtype:format} holds every whole number only up to "
@@ -57,10 +65,19 @@ def _is_inexact(case: Case) -> Iterator[Found]:
             says, fix, code = _Prepared.ROUNDED, _Prepared.IN_INTEGERS, _Prepared.INTEGERS
         elif prepared.flushed:
             says = _Prepared.FLUSHED
+        elif prepared.ones:
+            says, fix, code = _Prepared.ONES, _Prepared.KEEP_IN_FP32, _Prepared.KEEP
+        zero = next((each for each in case.recorded(ExaminedArgument) if "zero" in each.text), None)
+        if prepared.ones and zero is None:
+            # Nothing shows that such a difference matters.
+            continue
         is_mild = says is _Prepared.OFF and prepared.error < MATTERS
         words = {
             "of": int(prepared.elements),
             "flushed": int(prepared.flushed),
+            "ones": int(prepared.ones),
+            "operation": zero and zero.text.replace(ROUNDED_DIFFERENCE, ""),
+            "broken_step": zero and zero.step,
             "most": 2.0 ** (FORMATS[prepared.text].mantissa_bits + 1),
         }
         yield found_at(
@@ -70,8 +87,9 @@ def _is_inexact(case: Case) -> Iterator[Found]:
             code,
             words,
             operator=prepared.names[0],
-            is_grave=prepared.broken > 0,
+            is_grave=bool(prepared.broken or prepared.ones),
             is_mild=is_mild,
+            is_inferred=bool(prepared.ones),
             step=None,
         )
 
@@ -82,7 +100,7 @@ FAULTS = (
         "warning",
         _is_inexact,
         (_Prepared,),
-        ("non-finite-event", "batch-not-finite", "breaks-in-fp32-too"),
+        ("non-finite-event", "argument-out-of-range", "batch-not-finite", "breaks-in-fp32-too"),
         is_of_every_step=True,
     ),
 )

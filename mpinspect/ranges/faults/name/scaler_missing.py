@@ -16,7 +16,7 @@ from mpinspect.ranges.faults.name.case import Case, FP32Weights, grouped, is_pow
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.scaling import ALIKE, LOG2_INITIAL, Scaler, log2_of, skips_of
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.records import ChangedBeforeStep, DividedInHalf, MastersGivenSmaller
+from mpinspect.ranges.records import ChangedBeforeStep, DividedInHalf, LossFactor, MastersGivenSmaller
 from mpinspect.ranges.session import DROPPED, TAKEN, Event
 from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting.sentences import Sentences
@@ -63,6 +63,7 @@ class _Missing(Sentences):
         "The gradients that its optimizer gets are {times} times smaller than the backward's, as in a loop that multiplies its "
         "loss by a scale by hand{clips}: the scale is not known{nor_skips}."
     )
+    LOSS_BY_HAND = "The loop multiplies its loss by {factor:scale} by hand, and the inspector was not given that scale."
     STEPPED_ON_OVERFLOW = "Nothing skips a step that overflows, as step {broken_step} did."
     OVERFLOWED = "Step {broken_step} overflowed, and whether the loop skips such steps is not known."
     FLUSHES_AND_DROPS = (
@@ -125,6 +126,11 @@ def _scaler_missing(case: Case) -> Iterator[Found]:
         yield _scaled_by_hand(by_hand, dropped, case)
     elif overflowed and dropped is None:
         yield _unskipped(overflowed, case)
+    elif case.precision.has_masters and (multiplied := next(case.recorded(LossFactor), None)):
+        no_scaler, words = _disabled(case)
+        words |= {"factor": multiplied.factor}
+        evidence = {"backwards": case.progress.backwards, "factor": multiplied.factor}
+        yield Found((no_scaler, _Missing.LOSS_BY_HAND), evidence, words, _Missing.GIVE_SCALE, is_mild=True)
     else:
         yield _unscaled(dropped, case)
 

@@ -33,6 +33,8 @@ _HALF = 0.5
 _FEWEST_SILENT = 3
 #: Division by a whole number up to this is taken for averaging over micro-batches, which may happen before unscaling.
 _MOST_MICRO_BATCHES = 1024
+#: Steps of a growth interval from which on the scale is meant to stay as it is.
+_NEVER = 100_000
 
 
 class _Unscale(Sentences):
@@ -247,9 +249,9 @@ class _OtherScale(Sentences):
 def _divided_by_another_scale(case: Case) -> Iterator[Found]:
     """Gradients that were divided by another loss scale than the scale that multiplied their loss.
 
-    False alarms: An update between the backward and the division is reported in runs whose scale never changes, too. In a loop
-    with a scale of its own, the finding needs scales that are equal in most of the measured steps, and differ by a power of two
-    in the others.
+    False alarms: An update between the backward and the division is reported in runs whose scale never changes, too: as an info
+    if its growth interval is 100,000 steps or more. In a loop with a scale of its own, the finding needs scales that are equal in
+    most of the measured steps, and differ by a power of two in the others.
     """
     yield from _updated_before(list(case.recorded(DividedByAnother)), case)
     changed = [
@@ -287,7 +289,10 @@ def _updated_before(found: Sequence[DividedByAnother], case: Case) -> Iterator[F
     is_updated = says is _OtherScale.UPDATED
     words = {"changes": changes}
     also, is_mild = _OtherScale.CHANGED.when(is_updated and changes > 0), is_updated and changes < 1
-    yield Found.of(case, found, (says, also), fix, code, words=words, layer=found[0].name, is_mild=is_mild)
+    more: dict[str, Any] = {"is_mild": is_mild}
+    if is_mild and all((each.growth_interval or 0) >= _NEVER for each in case.scalers):
+        more = {"severity": "info"}
+    yield Found.of(case, found, (says, also), fix, code, words=words, layer=found[0].name, **more)
 
 
 # -- divided too early, or not multiplied --------------------------------------------------------------------------------
