@@ -212,7 +212,8 @@ def _stands_still(case: Case) -> Iterator[Found]:
     value in half of the steps or more, up to the run's end, if the weights have gradients and change by less than 0.1%.
 
     False alarms: A line search that has reached the minimum of the rounded loss is reported; in FP32 it may find a lower one. An
-    optimizer that is stopped on purpose by a learning rate of 0 is reported, as info below a quarter of its steps; likewise by one near 0.
+    optimizer that is stopped on purpose by a learning rate of 0 is reported, as info below a quarter of its steps, and so is one
+    that is stopped by a rate near 0.
     """
     of_rates = list(_rate_is_low(case))
     yield from of_rates
