@@ -286,6 +286,7 @@ class LostSquares(Record, kind="lost-squares"):
     Args:
         flushed: their share of the averages whose square FP32 holds.
         largest: the largest step that the optimizer would take there, as a multiple of its learning rate.
+        text: the line of ``load_state_dict`` that cast the states to FP16; "" without one.
     """
 
     flushed: float
@@ -460,6 +461,26 @@ class RateZero(Record, kind="rate-zero"):
 
     steps: float
     of: float
+
+
+class RateFallen(Record, kind="rate-fallen"):
+    """Every learning rate of an optimizer (``text``: its class) was at most 1e-4 of its highest in its last ``steps``, from
+    ``step`` on, and the weights stood still.
+
+    Args:
+        steps: their number.
+        of: the number of all its steps.
+        highest, latest: the largest of its learning rates in the run, and at its end.
+        compared: a measured step, the first with such rates or the one before.
+        moved: the weights' change from the end of that step to the run's end, as a part of their norm.
+    """
+
+    steps: float
+    of: float
+    highest: float
+    latest: float
+    compared: float
+    moved: float
 
 
 # -- masters --------------------------------------------------------------------------------------------------------------

@@ -294,6 +294,38 @@ def test_squares_that_a_checkpoint_in_float16_has_lost_are_reported(late):
     assert "passed through FP16" in found.message
 
 
+class Widening(torch.optim.Adam):
+    """Loads states, which torch casts to the weights' dtype, and makes them FP32 again; its steps change nothing."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for states in self.state.values():
+            states.update({name: states[name].float() for name in ("exp_avg", "exp_avg_sq")})
+
+    def step(self):
+        pass
+
+
+@pytest.mark.parametrize("are_half", [False, True])
+def test_squares_that_load_state_dict_has_cast_to_float16_are_named_with_its_line(are_half):
+    squares = torch.full((4, 8), 1e-10, dtype=torch.float16 if are_half else torch.float32)
+    model = nn.Linear(8, 4, bias=False).half()
+    optimizer = Widening(model.parameters())
+    states = {"step": torch.tensor(9.0), "exp_avg": torch.full_like(squares, 1e-5), "exp_avg_sq": squares}
+    with Inspector(model, optimizers=optimizer) as inspector:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: states}})
+        for _ in range(2):
+            take_step(optimizer, model(torch.randn(16, 8).half()).float().square().mean())
+    flushed = by_id(inspector)["moments-flushed"]
+    if are_half:
+        assert "line" not in flushed.evidence
+        assert flushed.fix.startswith("Save and load")
+    else:
+        assert flushed.evidence["line"].startswith("test_flushed.py:")
+        assert "put back the states" in flushed.fix
+        assert 'for name in ("exp_avg", "exp_avg_sq"):' in flushed.code
+
+
 @pytest.mark.parametrize("change", [torch.Tensor.clone, torch.Tensor.bfloat16, torch.zeros_like])
 def test_states_that_a_checkpoint_holds_are_not_a_fault(change):
     assert "moments-flushed" not in resumed(change)

@@ -1,5 +1,8 @@
 """The training loop's protocol: loss scales by hand, and masters that are overwritten with their weights."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from agreeing_reports import analyse
@@ -121,6 +124,41 @@ def test_masters_made_before_the_weights_were_loaded_are_reported():
     found = with_masters(lambda *given: None, load=loads_weights)["masters-stale"]
     assert (found.severity, found.step, found.evidence["names"]) == ("error", 0, ["0.bias", "2.weight", "2.bias"])
     assert "100% of their elements differ" in found.message
+
+
+class Wrapped:
+    """Steps masters of a model, which it makes, with an optimizer of its own."""
+
+    def __init__(self, model):
+        self.pairs = [(weight, weight.detach().float().clone()) for weight in model.parameters()]
+        self.inner = torch.optim.AdamW([master for _, master in self.pairs], lr=1e-3)
+
+    @torch.no_grad()
+    def step(self, copy):
+        for weight, master in self.pairs:
+            master.grad = weight.grad.float()
+        self.inner.step()
+        for weight, master in self.pairs if copy else ():
+            weight.copy_(master)
+
+
+@pytest.mark.parametrize(("load", "copy", "expected"), [(1, 1, "masters-stale"), (0, 0, "never-updated"), (0, 1, None)])
+def test_masters_of_an_optimizer_that_is_gone_at_the_end_are_judged(load, copy, expected):
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).bfloat16()
+    optimizer = Wrapped(model)
+    if load:
+        model.load_state_dict(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).state_dict())
+    with Inspector(model, optimizers=optimizer.inner) as inspector:
+        for _ in range(10):
+            model.zero_grad()
+            model(torch.randn(16, 8).bfloat16()).float().square().mean().backward()
+            optimizer.step(copy)
+        gone = weakref.ref(optimizer.inner)
+        del optimizer
+        gc.collect()
+        assert gone() is None
+    ids = {finding.id for finding in analyse(inspector.session()).findings}
+    assert ids & {"masters-stale", "never-updated"} == ({expected} - {None})
 
 
 @pytest.mark.parametrize("load", [lambda *given: None, loads_both], ids=["as made", "loaded too"])

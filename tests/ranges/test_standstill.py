@@ -1,5 +1,7 @@
 """Weights that no longer change although their optimizer steps with gradients."""
 
+import math
+
 import pytest
 import torch
 from agreeing_reports import analyse, contradictions
@@ -230,3 +232,60 @@ def test_ranks_with_the_same_rate_have_one_finding():
         {weight("w"): spread({-3: 1000})}, progress=progress, measurements=[r.measurement() for r in records]
     )
     assert len(named(analyse(session))) == 1
+
+
+# -- learning rates that fall too early ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("factor", [0.3, 1e-20], ids=["low", "zero at last"])
+def test_a_learning_rate_that_falls_to_nothing_early_is_reported_with_its_values(dtype, factor):
+    (finding,) = named(with_rates(lambda step: [0.01 * factor ** (step // 2)], dtype=dtype))
+    highest, latest, moved = (finding.evidence[name] for name in ("highest", "latest", "moved"))
+    assert (finding.severity, finding.certainty) == ("warning", "measured")
+    assert (finding.step, finding.evidence["steps"]) == ((16, 24) if factor == 0.3 else (2, 38))
+    assert (highest, latest, finding.evidence["of"]) == (0.01, 0.01 * factor**19, 40)
+    assert moved < 1e-4
+    assert "once per epoch" in finding.fix
+
+
+def cosine(step):
+    return [0.005 * (1 + math.cos(math.pi * step / 39))]
+
+
+@pytest.mark.parametrize(
+    ("rate_of", "how"),
+    [
+        (cosine, {}),
+        (lambda step: [0.01 * (1 - step / 39)], {}),
+        (lambda step: [0.01 * min(step / 30, 1)], {}),
+        (lambda step: [0.01 if step < 22 else 1e-9], {}),
+        (lambda step: [0.01 * 0.3 ** (step % 13)], {}),
+        (lambda step: [0.01 * 0.3**step, 1e-3], {"groups": 2}),
+        (lambda step: [1e3 if step == 0 else 1e-2], {}),
+    ],
+    ids=["cosine", "linear", "a warm-up", "late plateaus", "restarts", "one group of two", "a search for the rate"],
+)
+def test_low_rates_that_a_schedule_has_are_not_a_finding(rate_of, how):
+    assert named(with_rates(rate_of, **how)) == []
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_16_bit_weights_whose_masters_have_low_rates_stand_still_if_they_have_gradients(factor):
+    model = mlp().bfloat16()
+    masters = [weight.detach().float().clone().requires_grad_() for weight in model.parameters()]
+    optimizer = torch.optim.AdamW(masters, lr=0.01)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.2)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(40):
+            model.zero_grad()
+            (model(torch.randn(16, 8).bfloat16()).float().square().mean() * factor).backward()
+            for weight, master in zip(model.parameters(), masters, strict=True):
+                master.grad = weight.grad.float()
+            optimizer.step()
+            schedule.step()
+            with torch.no_grad():
+                for weight, master in zip(model.parameters(), masters, strict=True):
+                    weight.copy_(master)
+    found = named(inspector.report())
+    assert [finding.step for finding in found] == ([6] if factor else [])

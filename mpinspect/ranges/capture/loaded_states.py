@@ -66,6 +66,12 @@ def cast_states(optimizer: torch.optim.Optimizer) -> CastStates | None:
     return found if is_narrow else None
 
 
+def cast_to_half(optimizer: torch.optim.Optimizer) -> str:
+    """Return the line of an optimizer's last load if it has cast a state to FP16, whose dtype may have changed since; or ""."""
+    found = _cast.get(optimizer)
+    return found.line if found is not None and found.after == dtype_name(torch.float16) else ""
+
+
 def was_loaded(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's states were loaded since the last call."""
     is_fresh = optimizer in _fresh

@@ -181,7 +181,14 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 def stands_still(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether every learning rate is 0: torch.distributed.checkpoint makes an optimizer's states by such a step."""
+    return not any(learning_rates(optimizer) or [1.0])
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return the learning rate of each group; [] if one is on a device, or unknown."""
     rates = [group.get("lr") for group in optimizer.param_groups]
-    return all(
-        isinstance(rate, (int, float)) or (isinstance(rate, torch.Tensor) and rate.is_cpu) for rate in rates
-    ) and not any(rates)
+    if any(
+        not isinstance(rate, (int, float)) and not (isinstance(rate, torch.Tensor) and rate.is_cpu) for rate in rates
+    ):
+        return []
+    return [float(rate) for rate in rates]  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import torch
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.capture.loaded_states import was_loaded
+from mpinspect.ranges.capture.loaded_states import cast_to_half, was_loaded
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
 from mpinspect.ranges.faults.measure.twins import Marks
@@ -298,14 +298,14 @@ class FlushedStates(Measuring):
                 epsilon = group.get("eps")
                 if _are_wide(mean, squares) and isinstance(epsilon, float) and epsilon > 0:
                     counts.append((watched.name, _lost_squares(mean, squares, epsilon)))
-        self._send(Sent.of(counts), partial(self._judge_squares, self._clock.step))
+        self._send(Sent.of(counts), partial(self._judge_squares, self._clock.step, cast_to_half(optimizer)))
 
-    def _judge_squares(self, step: int, counts: dict[str, list[float]]) -> None:
+    def _judge_squares(self, step: int, line: str, counts: dict[str, list[float]]) -> None:
         names = tuple(name for name, (lost, *_) in counts.items() if lost)
         if names:
             lost, of, _ = map(sum, zip(*counts.values(), strict=True))
             largest = max(ratio for _, _, ratio in counts.values())
-            self._record_names(LostSquares(step=step, names=names, flushed=lost / of, largest=largest))
+            self._record_names(LostSquares(step=step, names=names, text=line, flushed=lost / of, largest=largest))
 
     @torch.no_grad()
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:

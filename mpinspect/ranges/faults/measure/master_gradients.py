@@ -7,6 +7,7 @@ weights that an optimizer steps are masters too: a 16-bit copy of them may overw
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +70,14 @@ class _Left(NamedTuple):
     version: int
 
 
+class _Unmatched(NamedTuple):
+    """Elements of tensors that an optimizer steps, by their ids, and of weights, by their names, before ``step``."""
+
+    step: int
+    masters: Samples
+    weights: Samples
+
+
 class MasterGradients(Measuring):
     """Compares the gradients of weights and of their masters, in measured steps of runs that have masters.
 
@@ -83,8 +92,11 @@ class MasterGradients(Measuring):
         self._steps = 0
         #: A few elements of the masters after their last step, by the optimizer's id.
         self._after: dict[int, Samples] = {}
-        #: By the optimizer's id, elements of its unknown tensors and of the weights without a master, before any step.
-        self._unmatched: dict[int, tuple[Samples, Samples]] = {}
+        #: The same after the last measured step. The optimizer's life may end with the function that trains.
+        self._latest: dict[int, Samples] = {}
+        #: Elements of an optimizer's unknown tensors and of the weights without a master, and the step before which they were
+        #: read, the optimizer's first; None once its masters are known to be stale.
+        self._unmatched: WeakKeyDictionary[torch.optim.Optimizer, _Unmatched | None] = WeakKeyDictionary()
         self._now = _Step()
         #: The memory and versions of an optimizer's largest FP32 weights after its last step.
         self._left: WeakKeyDictionary[torch.optim.Optimizer, dict[str, _Left]] = WeakKeyDictionary()
@@ -116,11 +128,14 @@ class MasterGradients(Measuring):
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the masters' gradients, which the optimizer is about to use, and read weights that the loop has written."""
         self._read_written(optimizer)
+        is_first = optimizer not in self._unmatched
+        self._unmatched.setdefault(optimizer)
         if not self.at_work:
             return
         masters = list(self._masters.of(optimizer))
-        if not self._stepped:
-            self._unmatched[id(optimizer)] = self._masters.unmatched(optimizer)
+        if is_first:
+            self._unmatched[optimizer] = _Unmatched(self._clock.step, *self._masters.unmatched(optimizer))
+        self._find_stale(optimizer, masters)
         if masters and self._began is None:
             self._began = _values(self._masters.weights())
         if masters and id(optimizer) in self._after:
@@ -141,7 +156,7 @@ class MasterGradients(Measuring):
             if self.at_work:
                 self._read(weights, self._know_wide)
         if self.at_work and (masters := list(self._masters.of(optimizer))):
-            self._after[id(optimizer)] = _values(masters)
+            self._latest[id(optimizer)] = self._after[id(optimizer)] = _values(masters)
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Compare the gradients of steps whose copies are complete; record gradients that were added up."""
@@ -151,14 +166,15 @@ class MasterGradients(Measuring):
 
     def run_ends(self) -> None:
         """Record masters that changed while their weights did not."""
-        super().run_ends()
         self._masters.settle()
-        self._find_stale()
+        for optimizer in self._optimizers.living():
+            self._find_stale(optimizer, list(self._masters.of(optimizer)))
+        super().run_ends()
         if self._began is None or self._steps < _FEWEST_STEPS:
             return
-        weights = {each.name: each.parameter for each in self._masters.weights()}
-        masters = _values(self._masters.all()).read()
-        began, ended = self._began.read(), samples(weights.items()).read()
+        masters, began = _read_all(self._latest.values()), self._began.read()
+        weights = {each.name: each.parameter for each in self._parameters if each.name in began}
+        ended = samples(weights.items()).read()
         is_still = began.keys() == ended.keys() and all(torch.equal(began[name], ended[name]) for name in began)
         # A master may differ from its weight by the rounding of the copy.
         moved = [
@@ -170,20 +186,27 @@ class MasterGradients(Measuring):
             names = tuple(moved)
             self._record_names(MastersNotCopied(step=self._clock.step, names=names, steps=self._steps, of=len(masters)))
 
-    def _find_stale(self) -> None:
-        """Record masters that became equal to their weights only when the first step copied them into the weights."""
-        masters, weights = (
-            ({}, {}) if not self._unmatched else map(_read_all, zip(*self._unmatched.values(), strict=True))
-        )
+    def _find_stale(self, optimizer: torch.optim.Optimizer, masters: Sequence[WatchedParameter]) -> None:
+        """Find masters that became equal to their weights only when the first step copied them into the weights."""
+        if masters and (before := self._unmatched.get(optimizer)):
+            names = {str(id(watched.parameter)): watched.name for watched in masters}
+            copies = [*before.masters.copies, *before.weights.copies]
+            self._arrivals.call(copies, partial(self._judge_stale, weakref.ref(optimizer), names))
+
+    def _judge_stale(self, reference: weakref.ref[torch.optim.Optimizer], names: Mapping[str, str]) -> None:
+        optimizer = reference()
+        before = None if optimizer is None else self._unmatched.get(optimizer)
+        if optimizer is None or before is None:
+            return
+        masters, weights = before.masters.read(), before.weights.read()
         pairs = [
-            (watched.name, masters[key], weights[watched.name])
-            for watched in self._masters.all()
-            if (key := str(id(watched.parameter))) in masters and watched.name in weights
+            (name, masters[key], weights[name]) for key, name in names.items() if key in masters and name in weights
         ]
         stale = {name: ~same for name, *both in pairs if not (same := agree(*both)).all()}
         if 2 * len(stale) > len(pairs):
+            self._unmatched[optimizer] = None
             changed = float(torch.cat([*stale.values()]).double().mean())
-            self._record_names(MastersStale(names=tuple(stale), changed=changed, of=len(pairs)))
+            self._record_names(MastersStale(step=before.step, names=tuple(stale), changed=changed, of=len(pairs)))
 
     def _compare_with_weights(self, after: Samples, masters: Sequence[WatchedParameter]) -> None:
         """Find masters that changed between two steps and now equal their weights: the weights overwrote them."""

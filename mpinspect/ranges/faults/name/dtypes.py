@@ -55,13 +55,13 @@ def _model_converted(case: Case) -> Iterator[Found]:
     )
 
 
-class _Loaded(Sentences):
+class Loaded(Sentences):
     CAST = (
         "Before step {step} load_state_dict{at} cast the states {states:some} of {optimizer} from {before:format} to "
         "{after:format}: torch casts a loaded state to its parameter's dtype. The training before the load had them in "
         "{before:format}; since then each step rounds them to {after:format}."
     )
-    RESTORE = "Put the states back in their own dtypes after the load."
+    RESTORE = "After the load, put back the states as they were saved, in their own dtypes."
     PUT_BACK = (
         "optimizer.load_state_dict(saved)\n"
         "weights = [\n"
@@ -92,9 +92,9 @@ def _states_cast(case: Case) -> Iterator[Found]:
     yield Found.of(
         case,
         [found],
-        _Loaded.CAST,
-        _Loaded.RESTORE,
-        _Loaded.PUT_BACK,
+        Loaded.CAST,
+        Loaded.RESTORE,
+        Loaded.PUT_BACK,
         words={
             "at": filled(" ({})", line),
             "states": states,
@@ -170,7 +170,7 @@ _OF_16_BITS = (
 )
 FAULTS = (
     Fault("model-converted", "warning", _model_converted, (_Converted,), _OF_16_BITS, "warning", is_of_every_step=True),
-    Fault("states-cast-by-loading", "warning", _states_cast, (_Loaded,), _OF_16_BITS, "warning", is_of_every_step=True),
+    Fault("states-cast-by-loading", "warning", _states_cast, (Loaded,), _OF_16_BITS, "warning", is_of_every_step=True),
 )
 OF_AUTOCAST = (
     Fault("autocast-around-updates", "error", _stale_casts, (_Stale, FP32Weights)),

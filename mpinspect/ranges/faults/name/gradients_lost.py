@@ -18,6 +18,7 @@ from mpinspect.ranges.records import (
     MastersAddedUp,
     MastersNotCopied,
     NeverUpdated,
+    RateFallen,
     RateZero,
     Stale,
     Standstill,
@@ -35,6 +36,8 @@ _SEVERAL = 1.5
 #: Shares of an optimizer's steps, up to the run's end, at a learning rate of 0: more than a schedule's natural end has, and
 #: enough for a warning.
 _SOME_STILL, _MUCH_STILL = 0.05, 0.25
+#: The same at learning rates that are low but not 0.
+_MOSTLY_LOW = 0.5
 #: A smaller factor is not clipping: it makes the gradients too small to learn from.
 _NOTHING = 1e-6
 
@@ -156,6 +159,12 @@ class _Rate(Sentences):
         "The learning rate of {optimizer} was 0 in the last {steps:.0f} of its {of:.0f} steps, from step {step} on: these steps "
         "change no weight."
     )
+    FALLEN = (
+        "The weights stand still from step {step} on, in the last {steps:.0f} of {of:.0f} steps, since the learning rate of "
+        "{optimizer} has fallen from {highest:.3g} to {latest:.3g} and is at most 1e-4 of its highest value in these steps. The "
+        "weights have gradients, but change by {moved:.1g} of their norm after step {compared:.0f}. Another precision does not "
+        "change that."
+    )
     ALWAYS_ZERO = "The learning rate of {optimizer} was 0 in all of its {of:.0f} steps: they change no weight."
     BACKWARDS = (
         "A step has {backwards:.3g} backwards on average: a scheduler that steps once per backward ends too early."
@@ -164,15 +173,23 @@ class _Rate(Sentences):
         "Let the scheduler step once per optimizer step, and make it for the number of optimizer steps in the whole run: a "
         "scheduler that steps once per micro-batch or once per process, or a total that is too small, reaches 0 early."
     )
+    SET_UNIT = (
+        "Step a schedule that counts epochs once per epoch, after the loop over the batches. Make one that counts steps for the "
+        "number of optimizer steps in the whole run."
+    )
     SET_RATE = (
         "See that the schedule, or the factor that multiplies the initial learning rate, is not 0 from the start."
     )
     ONE_STEP = "# per update, not per micro-batch:\n# after {at_step}\nscheduler.step()"
+    ONE_EPOCH = "# once per epoch, not per update:\n# after the loop over the batches\nscheduler.step()"
     READ = 'for group in optimizer.param_groups:\n    print(group["lr"])'
 
 
-def _rate_is_zero(case: Case) -> Iterator[Found]:
-    """Yield the optimizers whose learning rate was 0 up to the run's end; each class once, since every rank records its own."""
+def _rate_is_low(case: Case) -> Iterator[Found]:
+    """Yield the optimizers whose learning rate was 0, or low, up to the run's end; each class once, not per rank."""
+    fallen = {each.text: each for each in case.recorded(RateFallen) if each.steps >= _MOSTLY_LOW * each.of}
+    for low in fallen.values():
+        yield Found.of(case, [low], _Rate.FALLEN, _Rate.SET_UNIT, _Rate.ONE_EPOCH, words={"optimizer": low.text})
     found = {each.text: each for each in case.recorded(RateZero) if each.steps > _SOME_STILL * each.of}
     backwards = case.progress.backwards / max(case.progress.steps, 1)
     for each in found.values():
@@ -186,18 +203,22 @@ def _rate_is_zero(case: Case) -> Iterator[Found]:
 
 
 def _stands_still(case: Case) -> Iterator[Found]:
-    """FP32 weights that no step changes any more up to the run's end, in a run that computes in 16 bits; learning rates of 0.
+    """FP32 weights that no step changes any more up to the run's end, in a run that computes in 16 bits; learning rates of 0, or
+    nearly 0.
 
     A few elements of each weight are compared at the ends of measured steps and of the run, over at least eight steps. Steps with
     a learning rate of 0 do not count, nor runs in which these elements have no gradient. A learning rate that is exactly 0 up to
-    the run's end is reported in any format, from eight steps and 5% of the run on.
+    the run's end is reported in any format, from eight steps and 5% of the run on. So is one that is at most 1e-4 of its highest
+    value in half of the steps or more, up to the run's end, if the weights have gradients and change by less than 0.1%.
 
     False alarms: A line search that has reached the minimum of the rounded loss is reported; in FP32 it may find a lower one. An
-    optimizer that is stopped on purpose by a learning rate of 0 is reported; as info below a quarter of its steps.
+    optimizer that is stopped on purpose by a learning rate of 0 is reported, as info below a quarter of its steps, and so is one
+    that is stopped by a rate near 0.
     """
-    yield from _rate_is_zero(case)
+    of_rates = list(_rate_is_low(case))
+    yield from of_rates
     format, found = run_format(case.session), next(case.recorded(Standstill), None)
-    if found is None or format not in (FLOAT16, BFLOAT16):
+    if found is None or of_rates or format not in (FLOAT16, BFLOAT16):
         return
     # A scaler may skip a fused optimizer's step on the device.
     if found.steps - case.progress.skipped_steps < _FEWEST_STILL:
@@ -480,7 +501,15 @@ def _stale(case: Case) -> Iterator[Found]:
 
 NEVER_UPDATED = Fault("never-updated", "error", _never_updated, (_Never, Inspect))
 STEPS_STOPPED = Fault("steps-stopped", "warning", _steps_stopped, (_Stopped,))
-STANDS_STILL = Fault("weights-stand-still", "warning", _stands_still, (_Still, _Rate))
+STANDS_STILL = Fault(
+    "weights-stand-still",
+    "warning",
+    _stands_still,
+    (_Still, _Rate),
+    ("updates-lost",),
+    "warning",
+    is_of_every_step=True,
+)
 GONE = (
     Fault("gradients-clipped-to-zero", "error", _clipped_to_zero, (_Clipped, FP32Weights), ("non-finite-event",)),
     Fault("gradients-zeroed", "error", _zeroed, (_Zeroed,)),

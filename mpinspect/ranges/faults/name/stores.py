@@ -9,6 +9,7 @@ from itertools import pairwise
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
+from mpinspect.ranges.faults.name.dtypes import Loaded
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.operators import found_at
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
@@ -300,8 +301,12 @@ class _Flushed(Sentences):
     FP32_STATE = "Let {optimizer} keep {state} in FP32."
     WAS_NARROW = (
         "Before the update of step {step}{again} {flushed:percent} of the elements of exp_avg_sq, an average of squared "
-        "gradients, were zero where exp_avg was not. FP32 makes no such zeros: the states had passed through FP16, as in a "
-        "checkpoint. The update divides by eps alone there: it is up to {largest:.2g} times the learning rate."
+        "gradients, were zero where exp_avg was not. The update divides by eps alone there: it is up to {largest:.2g} times the "
+        "learning rate. FP32 makes no such zeros: the states had passed through FP16{as_how}."
+    )
+    BY_LOADING = (
+        "load_state_dict ({line}) cast them to it: torch casts a loaded state to its parameter's dtype, and a later .float() "
+        "restores the dtype alone."
     )
     SAVE_WIDE = (
         "Save and load the optimizer's states in FP32. From a checkpoint that has lost them, begin with a new optimizer and a "
@@ -319,9 +324,22 @@ def moments_flushed(case: Case) -> Iterator[Found]:
     if an update is 100 times the learning rate.
     """
     if squares := [each for each in case.recorded(LostSquares) if each.largest >= _LARGEST_UPDATE]:
-        says, fix, code = _Flushed.WAS_NARROW, _Flushed.SAVE_WIDE, _Flushed.SAVE
-        is_grave = squares[0].largest >= _HUGE_UPDATE
-        yield Found.of(case, squares, says, fix, code, is_grave=is_grave, is_inferred=True)
+        fix: Sentences = _Flushed.SAVE_WIDE
+        code: Sentences = _Flushed.SAVE
+        evidence = {}
+        if line := squares[0].text:
+            fix, code, evidence = Loaded.RESTORE, Loaded.PUT_BACK, {"line": line}
+        yield Found.of(
+            case,
+            squares,
+            (_Flushed.WAS_NARROW, _Flushed.BY_LOADING.when(line)),
+            fix,
+            code,
+            words={"as_how": ", as in a checkpoint" * (not line), "literal": '("exp_avg", "exp_avg_sq")'},
+            evidence=evidence,
+            is_grave=squares[0].largest >= _HUGE_UPDATE,
+            is_inferred=True,
+        )
     found = [each for each in case.recorded(FlushedState) if each.flushed >= _LOST_TOLERANCE]
     owners = {state: each for each in case.precision.optimizers for state in each.states}
     if not found or found[0].text not in owners or (found[0].text in SQUARES and any(epsilon_zero(case))):
@@ -589,7 +607,7 @@ FAULTS = (
         "moments-flushed",
         "warning",
         moments_flushed,
-        (_Flushed, _Moments),
+        (_Flushed, _Moments, Loaded),
         ("weights-exploded", "training-diverged", "non-finite-event"),
     ),
     Fault("masters-overwritten", "error", _masters_overwritten, (_Masters,)),
