@@ -32,6 +32,7 @@ ENTRANCES = (
     "mpinspect.ranges.capture.optimizer_steps:_after",
     "mpinspect.ranges.capture.loss_scale:ScaleOfBackward._begins",
     "mpinspect.ranges.capture.loss_scale:ScaleOfBackward._ended",
+    "mpinspect.ranges.capture.scalers:_is_refused",
     "mpinspect.ranges.capture.listener:Listener.loss_scaled",
     "mpinspect.ranges.capture.listener:Listener.scaler_steps",
     "mpinspect.ranges.capture.listener:Listener.scaler_stepped",
