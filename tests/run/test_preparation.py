@@ -104,6 +104,8 @@ def test_whole_numbers_that_a_cast_changes_are_counted(tmp_path):
     [
         lambda: torch.arange(2048).half(),
         lambda: (torch.randn(100) * 1000).half(),
+        # Samples of a signal.
+        lambda: torch.arange(-4000, 4000).half(),
         lambda: torch.randn(1000, dtype=torch.bfloat16).exp() + 1,
         lambda: torch.full((4, 4), float("-inf"), dtype=torch.float16).triu(1),
         lambda: nn.Linear(64, 64, dtype=torch.float16),
