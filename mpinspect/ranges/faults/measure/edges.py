@@ -214,7 +214,7 @@ class Edges:
 def bounds_for_later(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether an operator bounds FP32 values by a number that a later cast to 16 bits may change."""
     is_clamp = func.overloadpacket in _CLAMPS and not func._schema.is_mutable
-    return is_clamp and has_numbers(args[0]) and args[0].dtype is torch.float32
+    return is_clamp and bool(args) and has_numbers(args[0]) and args[0].dtype is torch.float32
 
 
 def _is_smooth(operator: Any, given: Sequence[Any]) -> bool:
