@@ -1384,7 +1384,7 @@ def test_only_steps_whose_batches_had_outliers_count_as_further_ones(broken, fur
         train(mlp(), steps=40, scaler=scaler, batch_of=batch_of, autocast=torch.float16), "batch-beyond-float16"
     )
     assert ("further" in finding.message) == (further is not None)
-    assert further is None or f"It is so in {further} of those that were examined." in finding.message
+    assert further is None or f"The same holds for {further} among those examined." in finding.message
 
 
 def test_for_a_row_of_zeros_in_fp32_no_cast_to_fp32_is_advised():

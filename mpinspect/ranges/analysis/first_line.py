@@ -17,7 +17,7 @@ def first_line(event: Event, *, is_beside_map: bool = False) -> str:
     """Return ``step 412, backward, 'decoder.3.attn', first inf, scale 65536, forward finite``, without the unknown parts.
 
     If there are several ranks, the line begins with the rank that saw the event. Beside a map, which marks the module and the
-    skipped steps, the module is left out, and of a forward the loss scale.
+    skipped steps, the module is left out, and of a forward everything after the value.
     """
     rank, value = filled("rank {}", event.rank), f"first {_VALUES.get(event.value, event.value)}"
     if event.phase == END:

@@ -97,7 +97,7 @@ class Edges:
             value: its result.
             describe: makes a record of a tensor, of a class, at this line.
         """
-        self._reach(pending, value, describe)
+        self._reach(pending, describe)
         self._follow(pending, value)
         if pending.exact is not None:
             self._compare_with_one(pending, value, describe)
@@ -131,29 +131,19 @@ class Edges:
         if known is not None:
             self._bounds.put(value, known)
 
-    def _reach(self, pending: Pending, value: torch.Tensor, describe: Callable[..., Any]) -> None:
+    def _reach(self, pending: Pending, describe: Callable[..., Any]) -> None:
         """Record that an operator is infinite at a rounded bound of its argument, and finite at the bound itself."""
-        edges = _INFINITE_AT.get(pending.func.overloadpacket)
-        if edges is None or self._reached is not None:
+        operator, given = pending.func.overloadpacket, pending.given[0]
+        edges = _INFINITE_AT.get(operator, ())
+        if not edges or self._reached is not None or not given or _is_smooth(operator, given):
             return
-        place = _EDGES.get(pending.func.overloadpacket, 0)
-        given = pending.given[0]
-        if (
-            place >= len(given)
-            or not has_numbers(argument := given[place])
-            or _is_smooth(pending.func.overloadpacket, given)
-        ):
+        if not has_numbers(argument := given[_EDGES.get(operator, 0)]):
             return
         bound = self._bounds.of(argument)
         if bound is not None and bound.given in edges and bound.exact not in edges:
             # Not a zero with a sign.
-            figures = {
-                "bound": bound.bound,
-                "rounded": bound.rounded,
-                "nearest": bound.nearest,
-                "given": bound.given + 0.0,
-            }
-            self._reached = describe(argument, RoundedBound, *bound.names, **figures)
+            figures = {"bound": bound.bound, "rounded": bound.rounded, "given": bound.given + 0.0}
+            self._reached = describe(argument, RoundedBound, *bound.names, nearest=bound.nearest, **figures)
 
     def _follow_line(self, pending: Pending, value: torch.Tensor) -> None:
         """Remember the line of a difference, also of results that have its values."""

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mpinspect.numeric.formats import is_power_of_two
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
@@ -52,8 +53,6 @@ _HOW_CALLED = {None: "not_called", True: "called", False: "without_graph"}
 _SAME = 1e-3
 #: Gradients that are smaller by this factor or more at the masters count as divided, for example by a loss scale.
 _DIVIDED = 2.0
-#: The mantissa that frexp gives for powers of two.
-_MANTISSA_OF_POWER = 0.5
 
 
 AnyChange = TypeVar("AnyChange", bound=Change)
@@ -262,7 +261,7 @@ class HandedOver(Measuring):
         for lost in self._lost.found():
             self._record(lost)
         (factor,) = self._factors if len(self._factors) == 1 else [None]
-        if factor is not None and factor > 1 and math.frexp(factor)[0] == _MANTISSA_OF_POWER:
+        if factor is not None and factor > 1 and is_power_of_two(factor):
             self._record(LossFactor(step=self._clock.step, factor=factor))
         self._masters.settle()
         if self._divisors and all(divisor >= _DIVIDED for divisor in self._divisors):

@@ -135,8 +135,10 @@ class PreparedTensors(SecondComputation):
             # Features near 1 are harmless; a schedule or decay factors, which rise or fall, are made for a difference from 1.
             count = float(ones.sum()) if bool((steps >= 0).all() | (steps <= 0).all()) else 0.0
             return _recorded(self._origins.worst_of(value), value, twin, ones, ones=count) if count else None
-        # Ids and positions have no sign; samples of a signal do, and may be rounded.
-        changed = float((value.float() != twin).sum()) * bool((twin >= 0).all())
+        if bool((twin < 0).any()):
+            # Ids and positions have no sign; samples of a signal do, and may be rounded.
+            return None
+        changed = float((value.float() != twin).sum())
         is_many = changed >= _CHANGED * value.numel()
         return _recorded(self._origins.worst_of(value), value, twin, changed=changed) if changed and is_many else None
 

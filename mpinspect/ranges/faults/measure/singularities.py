@@ -113,11 +113,13 @@ def _found(node: Any, finders: _Finders) -> Singular | None:
         return None
     kind, operator, what, where = found
     of = _minuend(node.next_functions[0][0]) if kind == "difference" else None
+    rows, order = Rows.where(where), node._sequence_nr()
+    return Singular(kind, operator, what, int(where.sum()), rows, order, of, _bits_of(node), node=node.name())
+
+
+def _bits_of(node: Any) -> int:
     dtype = dtype_of(node)
-    bits = 8 * dtype.itemsize if dtype is not None else 0
-    return Singular(
-        kind, operator, what, int(where.sum()), Rows.where(where), node._sequence_nr(), of, bits, node=node.name()
-    )
+    return 8 * dtype.itemsize if dtype is not None else 0
 
 
 def overflowed(nodes: Sequence[Any]) -> Singular | None:
@@ -138,6 +140,7 @@ def added_constant(nodes: Sequence[Any], after: int) -> Singular | None:
     """Return the only sum or difference with a constant, if by elimination the constant is infinite or NaN; None otherwise.
 
     The operands of other operations are saved, and all of them are finite. An operation in FP16 may have overflowed instead.
+    Waits for the GPU.
 
     Args:
         nodes: the graph of a loss that is not finite.
@@ -150,11 +153,9 @@ def added_constant(nodes: Sequence[Any], after: int) -> Singular | None:
     if len(added) != 1 or all(following is not None for following, _ in added[0].next_functions):
         return None
     (node,) = added
-    operator, dtype = _SUMS[operator_of(node)], dtype_of(node)
-    what = f"with {CONSTANT} that is infinite or NaN"
-    return Singular(
-        "argument", operator, what, 0, Rows(), node._sequence_nr(), bits=8 * dtype.itemsize, node=node.name()
-    )
+    operator, what = _SUMS[operator_of(node)], f"with {CONSTANT} that is infinite or NaN"
+    order, name = node._sequence_nr(), node.name()
+    return Singular("argument", operator, what, 0, Rows(), order, bits=_bits_of(node), node=name)
 
 
 def _saved_broken(node: Any) -> bool:

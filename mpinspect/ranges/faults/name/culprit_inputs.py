@@ -207,7 +207,7 @@ class _Outliers(Sentences):
         "In step {step} the batch holds values up to {largest:.3g}{places}, beyond FP16's maximum of 65504: the cast to FP16 in "
         "{module} turns them into infinities."
     )
-    AGAIN = "It is so in {further:count further step} of those that were examined."
+    AGAIN = "The same holds for {further:count further step} among those examined."
     LEAVE_OUT = (
         "Leave out samples with values beyond 65504, or clamp or standardise the model's input. No loss scale repairs a "
         "forward."

@@ -381,8 +381,8 @@ _OF_BORN = ("non-finite-event", "argument-out-of-range")
 
 class _Bound(Sentences):
     ROUNDS_AWAY = (
-        "In {place}, {operator} or its derivative is infinite at {given:g}, and {bounding} ({bound_line}) lets its argument get "
-        "there: {dtype:format} rounds the bound {bound:.9g} to {rounded:g}. The nearest other number is {nearest:.6g}."
+        "In {place}, {operator} or its derivative is infinite at {given:g}. {bounding} ({bound_line}) does not exclude that "
+        "argument: {dtype:format} rounds its bound {bound:.9g} to {rounded:g}. The nearest other number is {nearest:.6g}."
     )
     BROKE = "In step {broken}, {broken_place} was no longer finite."
     IN_FP32 = "Compute in FP32 from {bounding} ({bound_line}) to {last}."
@@ -396,31 +396,29 @@ def _bound_rounds_away(case: Case) -> Iterator[Found]:
 
     False alarms: The rounding is measured. Whether a value was at the bound when the forward broke is inferred.
     """
-    is_hit = any(each.bound is not None for each in case.recorded(RoundedArgument))
-    for bound in () if is_hit else case.recorded(RoundedBound):
-        bounding, bound_line = bound.names[3:5]
-        event = first_event(case)
-        broke = event is not None and _broke_at(bound, event, case)
-        first = event.step if event is not None and broke else bound.step
-        yield found_at(
-            bound,
-            (_Bound.ROUNDS_AWAY, _Bound.BROKE.when(broke)),
-            (_Bound.IN_FP32, _Bound.WIDER),
-            Born.CAST_BEFORE,
-            {
-                "bounding": operator_named(bounding),
-                "bound_line": bound_line,
-                "last": f"{operator_named(bound.names[0])} ({bound.names[1]})",
-                "broken": event and event.step,
-                "broken_place": event and event.place,
-            },
-            is_grave=broke,
-            is_mild=not broke,
-            is_inferred=True,
-            before=[bound_line, bound.names[1]],
-            step=first,
-        )
+    bound, event = next(case.recorded(RoundedBound), None), first_event(case)
+    # A step with a value at its bound, which was computed twice, shows more.
+    if bound is None or any(each.bound is not None for each in case.recorded(RoundedArgument)):
         return
+    bounding, bound_line = bound.names[3:5]
+    broke = event if event is not None and _broke_at(bound, event, case) else None
+    yield found_at(
+        bound,
+        (_Bound.ROUNDS_AWAY, _Bound.BROKE.when(broke)),
+        (_Bound.IN_FP32, _Bound.WIDER),
+        Born.CAST_BEFORE,
+        {
+            "bounding": operator_named(bounding),
+            "bound_line": bound_line,
+            "last": f"{operator_named(bound.names[0])} ({bound.names[1]})",
+            "broken": broke and broke.step,
+            "broken_place": broke and broke.place,
+        },
+        severity="" if broke else "info",
+        is_inferred=True,
+        before=[bound_line, bound.names[1]],
+        step=broke.step if broke else bound.step,
+    )
 
 
 def _broke_at(bound: RoundedBound, event: Event, case: Case) -> bool:
@@ -438,7 +436,7 @@ def _broke_at(bound: RoundedBound, event: Event, case: Case) -> bool:
 FAULTS = (
     Fault(
         "bound-rounds-away",
-        "warning",
+        "error",
         _bound_rounds_away,
         (_Bound, Born),
         ("non-finite-event", "argument-out-of-range", "mask-hides-whole-row"),

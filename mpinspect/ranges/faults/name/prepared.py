@@ -51,8 +51,8 @@ def _is_inexact(case: Case) -> Iterator[Found]:
 
     Checked under ``mpinspect run`` in a process that trains alone, until the first step or the first ``torch.compile``.
 
-    It is an error if elements are infinite or NaN, and an info if the tensor is off by less than 10% and no element that is
-    at least 2^-11 of the largest became zero.
+    It is an error if elements are infinite or NaN, or if a schedule has ones that FP32 does not have and a zero broke the loss.
+    It is an info if the tensor is off by less than 10% and no element that is at least 2^-11 of the largest became zero.
 
     False alarms: A tensor that the training does not use is reported if it still exists. Features that are off by a constant may
     train as well.
