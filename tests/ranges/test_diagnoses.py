@@ -1418,6 +1418,7 @@ def test_a_loss_with_a_constant_factor_is_scaled_by_hand_whatever_happens_to_the
     report = train_masters(torch.float16, scale=scale, before_step=clips_by_element)
     (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
     assert (said.severity, said.evidence.get("factor")) == (severity, scale if severity == "info" else None)
+    assert report.verdict.healthy is (severity == "info")
 
 
 def by_hand(scale_of, *, zero_first=False, known=True):

@@ -126,7 +126,7 @@ def _scaler_missing(case: Case) -> Iterator[Found]:
         yield _scaled_by_hand(by_hand, dropped, case)
     elif overflowed and dropped is None:
         yield _unskipped(overflowed, case)
-    elif case.precision.has_masters and (multiplied := next(case.recorded(LossFactor), None)):
+    elif (multiplied := loss_factor(case)) is not None:
         no_scaler, words = _disabled(case)
         words |= {"factor": multiplied.factor}
         evidence = {"backwards": case.progress.backwards, "factor": multiplied.factor}
@@ -250,6 +250,14 @@ def _room(case: Case) -> int | None:
     gradients = [window.histogram for key, window in case.totals.items() if key.kind in GRADIENT_KINDS]
     highest = [k for histogram in gradients if (k := histogram.max_log2_scale(FLOAT16)) is not None]
     return min(highest, default=None)
+
+
+def loss_factor(case: Case) -> LossFactor | None:
+    """Return the factor of the losses of a loop whose masters take the gradients; None if there is none.
+
+    Without masters, the optimizer takes the gradients multiplied.
+    """
+    return next(case.recorded(LossFactor), None) if case.precision.has_masters else None
 
 
 def divisors(case: Case) -> tuple[float, float] | None:

@@ -56,7 +56,8 @@ export class LayerMap {
     const happened = eventList(this.view, (event) => this.chooseEvent(event));
     this.head = element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), this.shares.controls, label("Search", this.search), happened, help, this.back);
     this.told = element("div", { className: "told" }, this.opening, " ", this.said);
-    this.root.replaceChildren(this.head, this.told, this.shares.element, this.table.element, this.timeline.element, this.own.element);
+    // The sentences stand below the rows: the picture is seen first.
+    this.root.replaceChildren(this.head, this.shares.element, this.table.element, this.told, this.timeline.element, this.own.element);
     this.root.classList.add("explorer");
     this.root.classList.toggle("mild", !this.view.data.opening.grave);
     this.root.classList.toggle("calm", this.view.isCalm);
