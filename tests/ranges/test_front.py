@@ -1172,9 +1172,9 @@ def test_the_curve_has_a_bounded_share_and_is_folded_where_it_says_little(browse
     assert page.troubles == []
 
 
-def test_the_first_screen_of_a_broken_run_names_the_time_lost():
+def test_the_first_screen_of_a_broken_run_names_the_costliest_finding():
     panel = part(render(with_speed(ModelPart("Net", analyse(broken()))), ".html"), "section", "panel")
-    assert "kernels: time lost: 92% (gpu-idle); " in " ".join(panel.split())
+    assert "kernels: costliest: gpu-idle, 92% of 3.91 ms; " in " ".join(panel.split())
 
 
 def test_documents_without_a_front_have_none():

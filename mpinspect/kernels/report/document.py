@@ -95,15 +95,11 @@ def _front(report: KernelReport, bars: tuple[Section, ...]) -> Front:
 
 def _verdict(report: KernelReport) -> Iterator[Line]:
     """Yield a line on the costliest finding that asks for a change; nothing without one."""
-    found, span = _costs(report)
-    finding, time = next(((finding, time) for finding, time in found if finding.is_alarm), (None, 0.0))
+    found, _ = _costs(report)
+    finding = next((finding for finding, _ in found if finding.is_alarm), None)
     if finding is not None:
-        about = "~" * bool(finding.evidence.get("saved_us"))
         tone: Tone = "error" if finding.severity == SEVERITIES[-1] else "warning"
-        yield Line(
-            f"{upper_first(finding.severity)}: {about}{percent(time / span)} of {duration(span)} is lost ({finding.id}).",
-            tone,
-        )
+        yield Line(f"{upper_first(finding.severity)}: {finding.id}, {_cost_words(report, finding)}.", tone)
 
 
 def _bars(report: KernelReport) -> Iterator[Section]:
@@ -173,11 +169,10 @@ def _whole_us(report: KernelReport) -> float:
     return max(report.limits.span_us, report.shares.kernel_time_us, 1e-9)
 
 
-def time_lost(report: KernelReport) -> Iterator[str]:
-    """Yield the costliest finding and its share of the time in words; nothing if no time is lost."""
-    found, span = _costs(report)
-    for finding, time in found[:1]:
-        yield f"time lost: {percent(time / span)} ({finding.id})"
+def costliest(report: KernelReport) -> Iterator[str]:
+    """Yield the costliest finding and its share of the time in words; nothing if no finding costs time."""
+    for finding, _ in _costs(report)[0][:1]:
+        yield f"costliest: {finding.id}, {_cost_words(report, finding)}"
 
 
 def _headline(report: KernelReport) -> str:

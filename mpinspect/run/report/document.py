@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import PurePath
 
-from mpinspect.kernels.report.document import time_lost
+from mpinspect.kernels.report.document import costliest
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.report.document import TERMS, title, verdict_blocks
@@ -394,7 +394,7 @@ def _kernels(report: RunReport) -> str:
     if used is None:
         return "no matrix product ran on a GPU in the profiled step"
     words = f"{percent(used)} of the matrix products' time ran on Tensor Cores"
-    return "; ".join(filter(None, (*time_lost(kernels), words, kernels.phrase)))
+    return "; ".join(filter(None, (*costliest(kernels), words, kernels.phrase)))
 
 
 # -- module by module -----------------------------------------------------------------------------------------------
