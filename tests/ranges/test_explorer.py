@@ -503,7 +503,7 @@ def test_where_nothing_finite_was_counted_losses_are_unknown(browser: Any, tmp_p
     page.click(".explorer tbody tr[data-name]")
     assert "no finite non-zero element" in page.text_content(".explorer .detail")
     assert page.locator(".explorer svg .curve.flushes").count() == 0
-    assert "no finite value was counted" in page.text_content(".explorer figure.losses .readout")
+    assert "no finite non-zero value was counted" in page.text_content(".explorer figure.losses .readout")
     page.click("text=show the curve")
     assert "no finite non-zero element was counted" in page.text_content(".explorer figure.losses svg text.none")
     assert page.troubles == []

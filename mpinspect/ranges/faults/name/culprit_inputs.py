@@ -209,11 +209,11 @@ class _Outliers(Sentences):
     )
     AGAIN = "The same holds for {further:count further step} among those examined."
     LEAVE_OUT = (
-        "Leave out samples with values beyond 65504, or clamp or standardise the model's input. No loss scale repairs a "
+        "Leave out samples with values beyond 65504. Or clamp or standardise the model's input; no loss scale repairs a "
         "forward."
     )
     LEAVE_LOSSES_OUT = (
-        "Leave samples beyond 65504 out of the loss, or clamp or standardise the model's input. No loss scale repairs a "
+        "Leave samples beyond 65504 out of the loss. Or clamp or standardise the model's input; no loss scale repairs a "
         "forward."
     )
 

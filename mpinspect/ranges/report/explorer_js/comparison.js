@@ -48,7 +48,7 @@ export class Comparison {
     this.differ = this.views.every((view) => view.formatNamed(view.data.computes)) && first.data.computes !== second.data.computes;
     this.format = element("select", { className: this.differ ? "pair" : "narrow" }, ...(this.differ ? [element("option", { value: OWN }, this.views.map((view) => view.formatNamed(view.data.computes).label).join(", "))] : []), ...second.data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
     this.all = element("input", { type: "checkbox" });
-    this.block = element("input", { type: "range", min: -1, max: data[1].blocks.length - 1, step: 1, value: -1 });
+    this.block = element("input", { type: "range", "aria-label": "Steps", min: -1, max: data[1].blocks.length - 1, step: 1, value: -1 });
     this.steps = element("output", {});
     this.said = element("p", { className: "said", role: "status", "aria-live": "polite" });
     this.axes = ["A", "B", "difference"].map((words) => element("canvas", { "aria-hidden": "true", className: words }));
@@ -72,7 +72,7 @@ export class Comparison {
     const heads = this.titles.map((title, place) => element("th", { scope: "col", className: "map" }, title, this.axes[place]));
     this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
       element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "moved"), element("th", { scope: "col", title: "the first step in which it moved beyond its normal variation" }, "from step"))), this.body));
-    this.root.replaceChildren(element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [label("Steps", this.block), this.steps] : [])), this.said, this.rows,
+    this.root.replaceChildren(element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [this.block, this.steps] : [])), this.said, this.rows,
       this.legend = element("p", { className: "legend" }, entry("A and B: the stronger the colour, the larger the share; the format's edges at each run's own loss scale."), entry(STRIP), entry("B minus A: up where B has more, down where A has."), entry("moved: the share of elements in other powers of two.")));
     this.root.classList.add("explorer");
     this.root.classList.toggle("mild", !this.opening.grave);
@@ -167,7 +167,7 @@ export class Comparison {
     if (!said) return [];
     const place = name || this.views[0].layers.find((/** @type {any} */ each) => each.name === marked[0])?.label || marked[0];
     return [element("tr", { className: "marked culprit", style: `--row:${CULPRIT}px` }, element("th", { scope: "row", className: "left", title: place }, this.nameIn(place)),
-      element("td", { className: "words", colSpan: 5 }, [`${this.broken}: ${said}`, at].filter(Boolean).join("; ")))];
+      element("td", { className: "words", colSpan: 5, title: at }, `${this.broken}: ${said}`))];
   }
 
   /** A name, or its end. @param {string} name */

@@ -26,7 +26,8 @@ const ZONE_LETTER = 6.2;
  * @param {Named[]} names from the left @param {number} wide @returns {Named[]}
  */
 function spread(names, wide) {
-  let end = 0;
+  const begin = Math.min(0, ...names.map(({ left }) => left));
+  let end = begin;
   for (const name of names) {
     name.at = Math.max((name.left + name.right) / 2, end + name.half);
     end = name.at + name.half + ZONE_LETTER;
@@ -36,7 +37,7 @@ function spread(names, wide) {
     name.at = Math.min(name.at, end - name.half);
     end = name.at - name.half - ZONE_LETTER;
   }
-  const hasRoom = end + ZONE_LETTER > -1 && names.every(({ left, right, at }) => left <= at && at <= right);
+  const hasRoom = end + ZONE_LETTER > begin - 1 && names.every(({ left, right, at }) => left <= at && at <= right);
   if (hasRoom || !names.length) return names;
   const [narrowest] = [...names].sort((one, other) => (one.right - one.left) / one.half - (other.right - other.left) / other.half);
   return spread(names.filter((name) => name !== narrowest), wide);
@@ -144,7 +145,7 @@ export class Shares {
       return [...whatIf, `${format.label} flushes only below ${power(format.flush - scale)}, left of all that is shown. `,
         ...(format.name === "float16" ? [] : [this.otherwise])];
     }
-    if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, "no finite value was counted")])];
+    if (!hasValues) return [this.fold, ...(this.hasCurve ? [] : [element("span", {}, "no finite non-zero value was counted")])];
     const [counted, weight, over] = [low, mass, high].map((shares) => percent(shares[scale - SCALES[0]]));
     // Zeros that may have been values bound the share of the elements, and leave that of the magnitudes unknown.
     const { isBound, those } = this;
@@ -168,7 +169,8 @@ export class Shares {
     picture.append(field);
     const x = (/** @type {number} */ place) => painter.place(format.flush - place);
     if (view.isMoved && this.hasCurve) this.drawCurves(picture, field, x, height, curves);
-    field.append(...(view.isMoved ? this.uprights(x, ABOVE, height) : []), ...this.zones(height));
+    field.append(...(view.isMoved ? this.uprights(x, ABOVE, height) : []));
+    picture.append(...this.zones(height));
     if (view.isMoved) picture.append(...this.scaleTicks(x), ...this.handle(x(scale), ABOVE));
     return picture;
   }
@@ -188,9 +190,9 @@ export class Shares {
     picture.append(...[0, 0.5, 1].map((share) => svg("text", { x: left - 5, y: y(share) + 4, "text-anchor": "end" }, `${100 * share}%`)));
   }
 
-  /** Whether the run's own scale is another than the one that is shown. */
+  /** Whether the run's own scale is another than the one that is shown, and the curve's legend names it. */
   get isOwnApart() {
-    return this.view.hasScale && this.view.data.own !== this.view.state.scale;
+    return this.hasCurve && this.view.hasScale && this.view.data.own !== this.view.state.scale;
   }
 
   /** Lines at the run's own scale and at the one that is shown. @param {(k: number) => number} x @param {number} top @param {number} height */
@@ -231,9 +233,12 @@ export class Shares {
     const names = zones.map(([from, to, words]) => {
       const [left, right] = [Math.max(painter.place(from), 0), Math.min(painter.place(to), painter.width)];
       return { left, right, words, half: words.length * ZONE_LETTER / 2, at: 0 };
-    });
-    return spread(names.filter(({ left, right }) => right > left), painter.width)
-      .map(({ words, at }) => svg("text", { x: at, y: height - 5, "text-anchor": "middle", class: "zone" }, words));
+    }).filter(({ left, right }) => right > left);
+    // Left of the map is room for the first name, which would lie on its region's edge and the handle.
+    const [first] = names;
+    if (first) first.left = Math.min(first.left, first.right - 2 * first.half - ZONE_LETTER);
+    return spread(names, painter.width)
+      .map(({ words, at }) => svg("text", { x: painter.left + at, y: height - 5, "text-anchor": "middle", class: "zone" }, words));
   }
 
   get unknown() {
