@@ -71,7 +71,7 @@ def _remembered(file: str, number: int) -> str:
 def assignment_of(name: str, line: str) -> str:
     """Return the one line that assigns a name, in the file of a line that ``innermost_line`` has returned; "" if not just one."""
     file, assigns = _files.get(line, ""), re.compile(rf"\s*{re.escape(name)}\s*(:[^=]*)?=(?!=)")
-    found = [number for number, text in enumerate(linecache.getlines(file), 1) if assigns.match(text)]
+    found = [number for number, text in enumerate(linecache.getlines(file), 1) if name in text and assigns.match(text)]
     return _remembered(file, found[0]) if len(found) == 1 else ""
 
 

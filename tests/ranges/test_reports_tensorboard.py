@@ -342,7 +342,7 @@ def test_a_directory_that_cannot_be_created_is_an_os_error(tmp_path):
         TensorBoardLog(tmp_path / "file" / "run")
 
 
-@pytest.mark.parametrize("length", [0, 1, 3, 127, 128, 129, 1000, 65536, 100_003])
+@pytest.mark.parametrize("length", [0, 1, 3, 127, 128, 129, 1000, 2048, 2049, 65536, 100_003])
 def test_the_checksum_equals_tensorboards(length):
     data = np.random.default_rng(length).bytes(length)
     assert crc32c(data) == tensorboards_crc32c(data)
