@@ -799,12 +799,14 @@ class FlushedResult(Record, kind="second-flushed"):
         elements: the number of results that are not zero in FP32.
         largest: the largest exact magnitude that became zero.
         times: how many results at one line these are the figures of.
+        rows: the share of rows that lose nearly all of their elements in a cast to FP8 that suits others, 0..1.
         taken: of the sum of magnitudes of an optimizer's gradients, the share that became zero, 0..1; None outside of these.
     """
 
     flushed: float
     elements: float
     largest: float
+    rows: float = 0.0
     times: float = 1
     taken: float | None = None
 

@@ -154,16 +154,19 @@ class Watcher(Guarded):
             parts.models.stop_after_enough_steps(None)
 
     @guarded
-    def gradients_returned(self, outputs: Any, inputs: Any, gradients: Any) -> None:
-        """Attach to models that the loop updates itself by ``torch.autograd.grad``, which has returned their gradients."""
-        if not self._active or self.seen.optimizers:
+    def gradients_returned(self, outputs: Any, inputs: Any, makes_graph: Any, gradients: Any) -> None:
+        """Attach to models whose gradients ``torch.autograd.grad`` has returned: the loop updates them itself, or by masters."""
+        if not self._active:
             return
         with self._lock.held():
-            self.seen.backwards += 1
             parts = self._made()
+            if self.seen.optimizers and parts.backwards.settled:
+                return
+            self.seen.backwards += 1
             parts.backwards.asked_for(inputs)
             parts.models.stop_after_enough_steps(None)
-            parts.one_step.backward_ended()
+            if not self._known:
+                parts.one_step.backward_ended()
 
     @guarded
     def backward_ended(self, tensors: Any, _: None) -> None:

@@ -76,8 +76,9 @@ class Calls:
 
 #: ``Tensor.backward`` calls this function. Listeners receive the tensors from which the backward starts.
 BACKWARD = Calls((torch.autograd, "backward"), tensors=0)
-#: Listeners receive the outputs and the inputs; after the call, also the gradients that were returned.
-GRADIENTS = Calls((torch.autograd, "grad"), outputs=0, inputs=1)
+#: Listeners receive the outputs, the inputs and whether a graph of the gradients is made (None: no); after the call, also the
+#: gradients that were returned.
+GRADIENTS = Calls((torch.autograd, "grad"), outputs=0, inputs=1, create_graph=4)
 #: ``clip_grad_norm_`` calls this function with the norm that it has found. Private; seen in torch 2.13.
 CLIP_WITH_NORM = Calls(
     (clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_"), parameters=0, total_norm=2

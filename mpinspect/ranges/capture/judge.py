@@ -18,12 +18,13 @@ import torch
 from mpinspect.ranges.capture import culprit
 from mpinspect.ranges.capture.backward_scale import BackwardScale
 from mpinspect.ranges.capture.calls import StepCalls
-from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, NOT_READ, SCALED_LOSS, Seen
+from mpinspect.ranges.capture.culprit import BACKWARD, FORWARD, LOSS, NOT_READ, SCALED_LOSS, Seen
 from mpinspect.ranges.capture.device_magnitudes import StepMagnitudes, StepSlot
 from mpinspect.ranges.capture.host_rows import HostCopy, copy_groups
 from mpinspect.ranges.capture.innocent import gradient_stays_finite, stays_finite
 from mpinspect.ranges.capture.largest import Value, from_stacked, is_broken, on_host, stacked
 from mpinspect.ranges.capture.layers import WatchedParameter
+from mpinspect.ranges.capture.steps import LossLevel
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.session import Event, is_below
@@ -162,11 +163,14 @@ class Judge:
     Args:
         modules: the watched modules, by path.
         unread: receives the tensors whose values can't be copied to the host.
+        loss_level: receives the losses that are read on the host.
     """
 
-    def __init__(self, modules: Mapping[str, torch.nn.Module], unread: Unread[TensorKey]) -> None:
+    def __init__(
+        self, modules: Mapping[str, torch.nn.Module], unread: Unread[TensorKey], loss_level: LossLevel
+    ) -> None:
         self._modules = modules
-        self._unread = unread
+        self._unread, self._loss_level = unread, loss_level
         self._travelling: deque[_Travelling] = deque()
         self._history = culprit.History()
         self._skips_on_device = 0
@@ -276,6 +280,10 @@ class Judge:
             for reading, value in zip(log.readings, largest, strict=True)
             if not reading.is_input and value != NOT_READ
         )
+        losses = (value for reading, value in zip(log.readings, largest, strict=True) if reading.what == LOSS)
+        finite = [loss for loss in losses if math.isfinite(loss) and loss != NOT_READ]
+        if finite:
+            self._loss_level.add(max(finite))
 
     def _is_block(self, module: str, calls: list[culprit.CallRecord]) -> bool:
         """Return whether a module contains others without any observed call."""

@@ -59,6 +59,7 @@ class Listener(Guarded):
         scaler_watch.listen(self)
         BACKWARD.listen(self.backward_called)
         CLIP_WITH_NORM.listen(self.clipping)
+        GRADIENTS.listen(self.gradients_asked_for)
         GRADIENTS.listen(self.gradients_returned, after=True)
         AUTOCAST_MADE.listen(self.autocast_made)
         AUTOCAST_CACHE_CLEARED.listen(self.autocast_cache_cleared)
@@ -68,6 +69,7 @@ class Listener(Guarded):
         AUTOCAST_CACHE_CLEARED.unlisten(self.autocast_cache_cleared)
         AUTOCAST_MADE.unlisten(self.autocast_made)
         GRADIENTS.unlisten(self.gradients_returned)
+        GRADIENTS.unlisten(self.gradients_asked_for)
         CLIP_WITH_NORM.unlisten(self.clipping)
         BACKWARD.unlisten(self.backward_called)
         scaler_watch.unlisten(self)
@@ -147,7 +149,13 @@ class Listener(Guarded):
                 observer.clipping(watched, norm)
 
     @entrance
-    def gradients_returned(self, outputs: Any, inputs: Any, gradients: Any) -> None:
+    def gradients_asked_for(self, outputs: Any, inputs: Any, makes_graph: Any) -> None:
+        """Pass the losses of a backward by ``torch.autograd.grad`` that trains this model; one that makes a graph is part of one."""
+        if self._dispatcher.at_work and not makes_graph and self._optimizers.watched(tensors_in(inputs)):
+            self.backward_called(outputs)
+
+    @entrance
+    def gradients_returned(self, outputs: Any, inputs: Any, makes_graph: Any, gradients: Any) -> None:
         """Pass the results of ``torch.autograd.grad`` to the observers: for this model's parameters, or no model's at all."""
         if not self._dispatcher.at_work or out_of_reach() is not None:
             return

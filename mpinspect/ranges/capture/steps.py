@@ -8,6 +8,7 @@ forward or backward that follows a backward, if the weights were updated or the 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ WITH_RARER_WORK = 2
 OF_NEW_KIND, _MOST_KINDS = 2, 64
 #: How many steps of one kind must have passed before, and how many of the new one.
 _STEADY, _SETTLED = 4, 2
+#: Number of recent losses, and the factor by which a loss must exceed all of them.
+_RECENT, _JUMP = 16, 4.0
 #: Later steps that are computed twice: only with time do sums and moments saturate, and weights grow.
 LATER_STEPS = (30, 100, 1000, 10_000)
 
@@ -101,6 +104,7 @@ class StepClock:
         self.forward_kind: tuple[str, Hashable] = ("", None)
         #: The names of the losses' last operations.
         self.loss_kind: Hashable = None
+        self.loss_level = LossLevel()
         #: Forwards since the running step of an optimizer began: calls of its closure. None outside of such a step.
         self._closures: int | None = None
         #: Whether closures of any step were called more often than they are observed.
@@ -126,7 +130,7 @@ class StepClock:
     def kind(self) -> tuple[str, Hashable]:
         """The module that the last forward began with, and the other properties that distinguish kinds of steps."""
         first, kind = self.forward_kind
-        return first, (kind, self.loss_kind)
+        return first, (kind, self.loss_kind, self.loss_level.jumps)
 
     @property
     def awaits_backward(self) -> bool:
@@ -341,6 +345,25 @@ class Pace:
         )
 
 
+class LossLevel:
+    """Counts how often the loss has jumped far above all recent losses and has stayed there for another step."""
+
+    def __init__(self) -> None:
+        self.jumps = 0
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        self._was_high = False
+
+    def add(self, loss: float) -> None:
+        """Handle the finite magnitude of a step's loss."""
+        is_high = len(self._recent) == _RECENT and loss > _JUMP * max(self._recent)
+        if is_high and self._was_high:
+            self.jumps += 1
+            self._recent.clear()
+        if not is_high:
+            self._recent.append(loss)
+        self._was_high = is_high
+
+
 @dataclass(slots=True)
 class _KindsOf:
     """The kinds of the steps that begin with one module.
@@ -358,7 +381,8 @@ class _KindsOf:
 
 
 class Kinds:
-    """Detects steps of a new kind, as in a new phase of training: longer sequences, another loss or precision.
+    """Detects steps of a new kind, as in a new phase of training: longer sequences, another loss or precision, or a loss that
+    has jumped.
 
     A kind counts only if it stays: batches of ever new lengths never do, nor does the smaller batch that ends an epoch.
     """

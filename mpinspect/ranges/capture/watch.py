@@ -82,7 +82,7 @@ class Watch(Observer):
         self.unread = Unread[TensorKey]()
         self._optimizers, self._broken_weights, self._clock = optimizers, broken_weights, clock
         self._recording, self._may_pause, self._choice = recording, may_pause, choice
-        self._judge = Judge(modules, self.unread)
+        self._judge = Judge(modules, self.unread, clock.loss_level)
         self._log = StepLog()
         #: The modules that contain others, without the model itself: the loss depends on its output.
         self._containers = {

@@ -78,11 +78,11 @@ class BackwardSearch(Guarded):
 
     @guarded
     def asked_for(self, inputs: Any) -> None:
-        """Attach to the models whose parameters' gradients ``torch.autograd.grad`` has returned, if there is no optimizer."""
+        """Attach to the models whose parameters' gradients ``torch.autograd.grad`` has returned."""
         given = [each for each in _several(inputs) if isinstance(each, torch.Tensor) and each.is_leaf]
         if given and self._searches < _MOST_SEARCHES and not self.settled:
             self._searches += 1
-            self._attach_without_owner({id(each): each for each in given}, [])
+            self._attach_to({id(each): each for each in given})
 
     def _attach_to(self, leaves: Mapping[int, torch.Tensor]) -> None:
         waiting = [each for each in self._attaching.pending if not each.done and each.optimizer is not None]

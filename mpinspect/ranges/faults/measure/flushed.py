@@ -41,6 +41,8 @@ _MOSTLY = 0.5
 #: A cast to FP8 is recorded if it flushes this share of the non-zero values, and this share of the sum of magnitudes. A cast with
 #: a scale flushes less of that sum, since the largest values survive.
 _NEARLY_ALL, _MOST_OF_SUM = 0.9, 0.5
+#: The least share of the rows of a forward's tensor that nearly vanish in a cast to FP8 with one scale for all rows.
+_VANISHING_ROWS = 0.1
 #: The least share of a tensor's sum of magnitudes, cut off by a clamp to FP8's range, that is recorded.
 _CUT = 0.05
 #: The share of the sum of magnitudes of an optimizer's gradients, become zero at one line, that is recorded.
@@ -172,15 +174,21 @@ class Flushes:
             self._of.put(value, record)
 
     def cast(self, value: torch.Tensor, source: torch.Tensor, describe: Callable[..., FlushedResult]) -> None:
-        """Judge a cast of a tensor to FP8; arguments as of ``made``. Waits for the device."""
+        """Judge a cast of a tensor to FP8; arguments as of ``made``. Waits for the device.
+
+        The rows of a gradient may differ by any factor: the large ones make the sum. Those of a forward's tensor count alike.
+        """
         is_lost = (value.float() == 0) & (source != 0)
         lost, of = int(is_lost.sum()), int(torch.count_nonzero(source))
-        if not lost or lost < _NEARLY_ALL * of:
+        if not lost:
             return
         sizes = source.detach().float().abs()
         flushed = sizes * is_lost
-        if float(flushed.sum()) >= _MOST_OF_SUM * float(sizes.sum()):
-            record = describe(FlushedResult, flushed=lost / of, elements=float(of), largest=float(flushed.max()))
+        is_whole = lost >= _NEARLY_ALL * of and float(flushed.sum()) >= _MOST_OF_SUM * float(sizes.sum())
+        rows = 0.0 if is_whole or torch._C._current_autograd_node() is not None else _vanishing_rows(is_lost, source)
+        if is_whole or rows >= _VANISHING_ROWS:
+            figures = {"flushed": lost / of, "elements": float(of), "largest": float(flushed.max()), "rows": rows}
+            record = describe(FlushedResult, **figures)
             line = record.names[1]
             self.casts[line] = _together([*filter(None, [self.casts.get(line)]), record])
 
@@ -238,6 +246,14 @@ class Flushes:
         return sorted(self.all, key=lambda each: each.flushed * each.elements)[-1:]
 
 
+def _vanishing_rows(is_lost: torch.Tensor, source: torch.Tensor) -> float:
+    """Return the share of the rows with a non-zero element that lose nearly all of these."""
+    if source.dim() < 2:
+        return 0.0
+    lost, of = is_lost.sum(-1), source.count_nonzero(-1)
+    return int(((lost >= _NEARLY_ALL * of) & (of > 0)).sum()) / max(int((of > 0).sum()), 1)
+
+
 def _is_most(lost: int, of: int) -> bool:
     return 0 < lost >= _MOSTLY * of
 
@@ -251,6 +267,7 @@ def _together(records: list[FlushedResult]) -> FlushedResult:
         flushed=sum(each.flushed * each.elements for each in records) / elements,
         elements=elements,
         largest=max(each.largest for each in records),
+        rows=max(each.rows for each in records),
         times=sum(each.times for each in records),
     )
 

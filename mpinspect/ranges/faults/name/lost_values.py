@@ -242,6 +242,11 @@ class _Flush(Sentences):
         "In step {step}, in {place}, a cast to {dtype:format} flushes {flushed:percent} of {count:count non-zero value} to zero. "
         "They are up to {largest:.2g}; {dtype:format} flushes magnitudes of 2^{edge} and below."
     )
+    ROWS = (
+        "In step {step}, in {place}, a cast to {dtype:format} with one scale for all rows flushes nearly all values of {rows:percent} "
+        "of the rows to zero: others are so much larger. The lost values are up to {largest:.2g}."
+    )
+    SCALE_ROWS = "Scale each row by its own largest magnitude before the cast, and divide the product's rows by the scales."
     IN_FP32 = "Compute this operator in FP32, from FP32 inputs, and keep averages and sums of its results in FP32."
     SCALE = "Multiply the values by a scale before the cast, and divide by it after the product."
     FLOAT = "# total in FP32\ntotal += {expression}"
@@ -249,6 +254,13 @@ class _Flush(Sentences):
         "end = torch.finfo(torch.{type}).max\n"
         "largest = x.abs().amax().clamp(min=1e-30)\n"
         "scale = end / largest\n"
+        "x8 = (x.float() * scale).to(torch.{type})\n"
+        "y = product(x8.float()) / scale"
+    )
+    SCALED_ROWS = (
+        "end = torch.finfo(torch.{type}).max\n"
+        "largest = x.abs().amax(-1, keepdim=True)\n"
+        "scale = end / largest.clamp(min=1e-30)\n"
         "x8 = (x.float() * scale).to(torch.{type})\n"
         "y = product(x8.float()) / scale"
     )
@@ -287,7 +299,7 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
 
     False alarms: The flushed share is measured, and reported from half of the results on. Values that tend to zero, such as
     updates after the training has converged, are reported too. A cast to FP8 is reported if it flushes nine tenths of the values
-    and half of their sum.
+    and half of their sum, or nine tenths of the values of a tenth of the rows of a forward's tensor.
     """
     yield from _casts_flush(case)
     if any(moments_flushed(case)) or any(epsilon_zero(case)):
@@ -302,12 +314,15 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
 
 
 def _casts_flush(case: Case) -> Iterator[Found]:
-    """Yield casts to FP8 without a scale."""
+    """Yield casts to FP8 without a scale, or with one scale for rows of very different magnitudes."""
     for flushed in by_place(case.recorded(FlushedResult), "flushed"):
         if flushed.text in _FP8_TYPES:
             edge, type = FORMATS[flushed.text].flush_exponent, _FP8_TYPES[flushed.text]
             words = {"count": int(flushed.elements), "edge": edge, "type": type}
-            yield found_at(flushed, _Flush.CAST, _Flush.SCALE, _Flush.SCALED, words)
+            says = (_Flush.CAST, _Flush.SCALE, _Flush.SCALED)
+            if flushed.rows:
+                says = (_Flush.ROWS, _Flush.SCALE_ROWS, _Flush.SCALED_ROWS)
+            yield found_at(flushed, *says, words)
 
 
 class _Saturated(Sentences):
