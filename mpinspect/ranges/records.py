@@ -173,6 +173,8 @@ ROUNDED_DIFFERENCE = ", a difference of terms rounded to 16 bits"
 CONSTANT = "a constant"
 #: Follows an operation in that text whose result FP16 can't hold.
 BEYOND_FLOAT16 = "beyond FP16's largest number, 65504"
+#: Precedes the number of elements in that text if it is too small for the operation.
+TOO_FEW = "of only"
 
 
 class ExaminedArgument(Examined, kind="examined-argument"):
@@ -791,8 +793,8 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 
 class FlushedResult(Record, kind="second-flushed"):
-    """An FP16 result that is mostly flushed, in an optimizer's step, in a tensor that persists or in an optimizer's gradients; or
-    such a cast to FP8.
+    """An FP16 result that is mostly flushed, in an optimizer's step, in a tensor that persists, in a number that the loop reads or
+    in an optimizer's gradients; or such a cast to FP8.
 
     Args:
         flushed: of the results that are not zero in FP32, the share that is zero here, 0..1.
@@ -801,12 +803,14 @@ class FlushedResult(Record, kind="second-flushed"):
         times: how many results at one line these are the figures of.
         rows: the share of rows that lose nearly all of their elements in a cast to FP8 that suits others, 0..1.
         taken: of the sum of magnitudes of an optimizer's gradients, the share that became zero, 0..1; None outside of these.
+        exact: the exact number computed from them that the loop reads as zero; None if it reads none.
     """
 
     flushed: float
     elements: float
     largest: float
     rows: float = 0.0
+    exact: float | None = None
     times: float = 1
     taken: float | None = None
 

@@ -144,7 +144,7 @@ class Flushes:
     def __init__(self) -> None:
         #: The records of all such results.
         self.all: list[FlushedResult] = []
-        #: The records of those that a tensor which persists, or a logarithm, has taken.
+        #: The records of those that a tensor which persists, a logarithm or the loop itself, as a number, has taken.
         self.taken: list[FlushedResult] = []
         #: The records of lines at which a part of an optimizer's gradients became zero.
         self.of_gradients: list[FlushedResult] = []
@@ -218,6 +218,12 @@ class Flushes:
             self.taken.append(replace(origin, names=(*origin.names[:3], taker)))
         elif self._of.of(value) is None:
             self._of.put(value, origin)
+
+    def read_by_loop(self, number: torch.Tensor, exact: torch.Tensor | None) -> None:
+        """Record flushed values whose sum the loop reads as a zero that its exact number is not. Waits for the device."""
+        origin = self._of.of(number) if self._of and exact is not None else None
+        if origin is not None and not float(number) and (wanted := float(exact or 0.0)):
+            self.taken.append(replace(origin, exact=wanted))
 
     def added(self, given: Iterable[Any], value: torch.Tensor, exact: torch.Tensor) -> None:
         """Follow flushed values into a sum that is mostly zero where the exact one is not; arguments as of ``passed_on``."""

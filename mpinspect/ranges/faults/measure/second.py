@@ -223,6 +223,8 @@ class SecondComputation:
                     self._subtract_large(func, args)
             if fp8 := clamps_for(func, args):
                 self._compare_clamp(func, args, fp8)
+            if func.overloadpacket is aten._local_scalar_dense:
+                self._flushes.read_by_loop(args[0], self.twin(args[0]))
             self._effects.weigh(args)
             if self._choices:
                 self._choices.use(func, leaves((*args, *kwargs.values())))

@@ -7,6 +7,7 @@ division of a row by its own zero norm, or a softmax of a row of -inf, also in c
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,8 +17,9 @@ import torch
 from mpinspect.ranges.capture.graph import dtype_of, graph, numel_of, operator_of
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.records import BEYOND_FLOAT16, CONSTANT, ROUNDED_DIFFERENCE
+from mpinspect.ranges.records import BEYOND_FLOAT16, CONSTANT, ROUNDED_DIFFERENCE, TOO_FEW
 from mpinspect.ranges.session import MOST_ROWS
+from mpinspect.reporting.words import number_of
 from mpinspect.runtime.outputs import leaves
 
 
@@ -325,6 +327,19 @@ def _parameter(node: Any) -> torch.Tensor | None:
     return None
 
 
+def _too_few(node: Any, name: str) -> _Found:
+    """Find a mean of nothing, or a deviation of so few elements that its divisor, their number less the correction, is zero."""
+    words = next(words for prefix, words in _OF_ELEMENTS.items() if name.startswith(prefix))
+    sizes = getattr(node, "_saved_self_sym_sizes", None)
+    sizes = node._saved_self.shape if sizes is None else sizes
+    dims = getattr(node, "_saved_dim", None) or range(len(sizes))
+    number = math.prod(sizes[ctypes.c_int64(dim).value] for dim in dims)
+    correction = getattr(node, "_saved_correction", 0)
+    if number > (1 if correction is None else correction):
+        return None
+    return "argument", words, f"{TOO_FEW} {number_of(number, 'element')} (0/0)", torch.zeros((), dtype=torch.bool)
+
+
 def _ctc(node: Any, name: str) -> _Found:
     """Find targets that have more labels than their input has frames, whose CTC loss is infinite."""
     if not bool(node._saved_log_probs.isfinite().all()):
@@ -428,6 +443,8 @@ def _beyond(node: Any, name: str) -> _Found:
 
 def _loss(node: Any, name: str) -> _Found:
     """Find a loss whose targets are all ignored, or a loss with non-finite targets or weights."""
+    if node._saved_reduction == _MEAN and not node._saved_self.numel():
+        return "argument", "a mean", f"{TOO_FEW} 0 elements (0/0)", torch.zeros((), dtype=torch.bool)
     if name.startswith("NllLoss") and node._saved_reduction == _MEAN and bool(node._saved_total_weight == 0):
         left_out = torch.ones_like(node._saved_target, dtype=torch.bool)
         return "argument", "a mean over targets", "that are all ignored (0/0)", left_out
@@ -508,6 +525,8 @@ def _attention(node: Any, name: str) -> _Found:
     return _argument("attention", "with a row whose every key is masked", hidden, "mask")
 
 
+#: By the beginning of a node's name, an operation that divides by the number of its elements.
+_OF_ELEMENTS = {"Mean": "a mean", "Std": "a standard deviation", "Var": "a variance"}
 #: Nodes that return their argument's values.
 SAME_VALUES = (
     *("ToCopy", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze"),
@@ -600,4 +619,5 @@ _FINDERS = _Finders(
     ("Abs", _difference),
     *((name, _product) for name in ("Mul", *_MATRIX_PRODUCTS)),
     ("CtcLoss", _ctc),
+    *((name, _too_few) for name in _OF_ELEMENTS),
 )

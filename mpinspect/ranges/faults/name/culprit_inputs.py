@@ -16,6 +16,7 @@ from mpinspect.ranges.records import (
     BEYOND_FLOAT16,
     CONSTANT,
     ROUNDED_DIFFERENCE,
+    TOO_FEW,
     AnyRecord,
     BornInfinite,
     BrokenAlike,
@@ -362,6 +363,11 @@ class _Argument(Sentences):
     )
     EQUAL_TERMS = "Clamp it as well: a difference of equal terms is zero in FP32, too."
     COUNT_TARGETS = "Divide by the number of targets that count, at least 1, or leave such a batch out."
+    NOTHING = "Divide the sum by the number of its elements, at least 1, or leave such a batch out."
+    ONE_SAMPLE = (
+        "Leave a batch out that has too few samples, such as the last one of an epoch, or take the deviation without a "
+        "correction. No precision helps."
+    )
     CTC = (
         "Leave out the samples whose target, with a blank between equal labels, is longer than its input, or lengthen the "
         "input. zero_infinity=True gives them no loss and no gradient."
@@ -401,6 +407,8 @@ class _ArgumentCode(Sentences):
         "count = labels.ne(-100).sum()\n"
         "loss = total / count.clamp_min(1)"
     )
+    NOTHING = "count = max(x.numel(), 1)\nmean = x.sum() / count"
+    ONE_SAMPLE = "loader = torch.utils.data.DataLoader(\n    dataset, batch_size, drop_last=True\n)\n# or\nx.std(dim=0, correction=0)"
     CTC = "loss_fn = torch.nn.CTCLoss(\n    zero_infinity=True\n)"
     MASK_LAST = (
         "# divided first, then masked\n"
@@ -440,6 +448,8 @@ _REMEDIES = {
     BEYOND_FLOAT16: (_Argument.BEYOND, _ArgumentCode.BEYOND),
     "hooks packed": (_Argument.PACK_WIDER, _ArgumentCode.PACK_WIDER),
     "rounded to 16 bits": (_Argument.ROUNDED_DIFFERENCE, _ArgumentCode.ROUNDED_DIFFERENCE),
+    f"mean {TOO_FEW}": (_Argument.NOTHING, _ArgumentCode.NOTHING),
+    TOO_FEW: (_Argument.ONE_SAMPLE, _ArgumentCode.ONE_SAMPLE),
     "ignored": (_Argument.COUNT_TARGETS, _ArgumentCode.COUNT_TARGETS),
     "CTC": (_Argument.CTC, _ArgumentCode.CTC),
     "of an infinity": (_Argument.MASK_LAST, _ArgumentCode.MASK_LAST),
@@ -552,7 +562,10 @@ _DESCRIBED = {
     **dict.fromkeys(("log", "log1p", "log2", "log10"), "logarithm"),
     **dict.fromkeys(("mm", "bmm", "addmm"), "matrix product"),
     "mul": "a product",
+    "mean": "a mean",
+    "std": "a standard deviation",
     "sum": "a sum",
+    "var": "a variance",
     "pow": "power",
     "reciprocal": "1 / x",
     "rsqrt": "1 / sqrt",
@@ -686,7 +699,9 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
         return
     first = min(grown, key=lambda each: each.step)
     at_once = [each for each in grown if each.step == first.step]
-    before = min((event.step for event in broken), default=case.progress.steps)
+    # A scaler may have skipped forwards that broke earlier.
+    in_trouble = [event for event in case.events if broken and event.phase == "forward"] + broken
+    before = min((event.step for event in in_trouble), default=case.progress.steps)
     ratio = max(each.ratio for each in at_once)
     if first.step > before or (_has_singularity(case, before) and ratio < 2.0 ** (first.step + 1)):
         # If an argument was at the edge of its domain, weights count as exploded only if they doubled in each step.
@@ -696,7 +711,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     moved = max((_moved(each) for each in at_once), default=0.0)
     is_far = moved >= _LARGEST_UPDATE and any("beta2" in optimizer.settings for optimizer in case.precision.optimizers)
     yield Found(
-        (_Weights.GREW, _consequence(broken, before, loss_ratio), _Weights.MOVED_FAR.when(is_far)),
+        (_Weights.GREW, _consequence(in_trouble, before, loss_ratio), _Weights.MOVED_FAR.when(is_far)),
         {"ratios": {each.name: each.ratio for each in grown}, "lr": rate},
         {
             "at_rate": _at_rate(rate, initial, first.group),

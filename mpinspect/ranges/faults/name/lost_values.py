@@ -237,19 +237,23 @@ class _Flush(Sentences):
         "exact values are up to {largest:.2g}; FP16 flushes magnitudes of 3e-8 and below."
     )
     TAKEN = "A tensor that persists from step to step takes them."
+    READ = "The loop reads a number that is computed from them, such as a norm, as 0; it is {exact:.2g}."
     OF_LOGARITHM = "A logarithm takes them: its result depends on the magnitudes of small values."
     CAST = (
         "In step {step}, in {place}, a cast to {dtype:format} flushes {flushed:percent} of {count:count non-zero value} to zero. "
         "They are up to {largest:.2g}; {dtype:format} flushes magnitudes of 2^{edge} and below."
     )
     ROWS = (
-        "In step {step}, in {place}, a cast to {dtype:format} with one scale for all rows flushes nearly all values of {rows:percent} "
-        "of the rows to zero: others are so much larger. The lost values are up to {largest:.2g}."
+        "In step {step}, in {place}, a cast to {dtype:format} with one scale for all rows flushes nearly all values of "
+        "{rows:percent} of the rows to zero: others are so much larger. The lost values are up to {largest:.2g}."
     )
-    SCALE_ROWS = "Scale each row by its own largest magnitude before the cast, and divide the product's rows by the scales."
+    SCALE_ROWS = (
+        "Scale each row by its own largest magnitude before the cast, and divide the product's rows by the scales."
+    )
     IN_FP32 = "Compute this operator in FP32, from FP32 inputs, and keep averages and sums of its results in FP32."
     SCALE = "Multiply the values by a scale before the cast, and divide by it after the product."
     FLOAT = "# total in FP32\ntotal += {expression}"
+    WIDE_SUM = "# or t.float() first\nnorm = torch.linalg.vector_norm(\n    t, dtype=torch.float32\n)"
     SCALED = (
         "end = torch.finfo(torch.{type}).max\n"
         "largest = x.abs().amax().clamp(min=1e-30)\n"
@@ -308,8 +312,11 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
     for flushed in by_place(case.recorded(FlushedResult), "flushed"):
         if flushed.text not in _FP8_TYPES and flushed.taken is None and flushed.names[1] not in divided:
             is_of_log = any(flushed.names[3:])
-            taken = _Flush.OF_LOGARITHM.when(is_of_log) or _Flush.TAKEN.when(not optimizer_of(flushed))
-            words, code = {"count": int(flushed.elements)}, _Flush.FLOAT.when(not is_of_log)
+            is_read = flushed.exact is not None
+            taken = _Flush.OF_LOGARITHM.when(is_of_log) or _Flush.READ.when(is_read)
+            taken = taken or _Flush.TAKEN.when(not optimizer_of(flushed))
+            words, code = {"count": int(flushed.elements)}, _Flush.FLOAT.when(not is_of_log and not is_read)
+            code = code or _Flush.WIDE_SUM.when(is_read)
             yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, code or (), words)
 
 
