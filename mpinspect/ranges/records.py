@@ -793,8 +793,8 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
 
 
 class FlushedResult(Record, kind="second-flushed"):
-    """An FP16 result that is mostly flushed, in an optimizer's step, in a tensor that persists, in a number that the loop reads or
-    in an optimizer's gradients; or such a cast to FP8.
+    """An FP16 result that is mostly flushed, in an optimizer's step, in a tensor that persists, in a number that the loop reads
+    or in an optimizer's gradients; or such a cast to FP8.
 
     Args:
         flushed: of the results that are not zero in FP32, the share that is zero here, 0..1.
@@ -1000,6 +1000,18 @@ class MixedPowers(Record, kind="mixed-powers"):
     first: float
     second: float
     share: float | None = None
+
+
+class StuckNumber(Record, kind="stuck-number"):
+    """A number that the loop keeps and compares with others, computed from an infinity or NaN from before the step.
+
+    ``names``: the operator that computes it, the line and the phase. ``text``: its dtype.
+
+    Args:
+        is_nan: whether it is NaN; else it is infinite.
+    """
+
+    is_nan: bool = False
 
 
 class WrittenByLoop(Record, kind="written-by-loop"):

@@ -39,6 +39,8 @@ WITH_RARER_WORK = 2
 OF_NEW_KIND, _MOST_KINDS = 2, 64
 #: How many steps of one kind must have passed before, and how many of the new one.
 _STEADY, _SETTLED = 4, 2
+#: The steps in which a scaler searches for its first scale.
+_SEARCHED = 16
 #: Number of recent losses, and the factor by which a loss must exceed all of them.
 _RECENT, _JUMP = 16, 4.0
 #: Later steps that are computed twice: only with time do sums and moments saturate, and weights grow.
@@ -96,6 +98,8 @@ class StepClock:
         #: Backwards of the unfinished step, and the most in a finished one.
         self.backwards_of_step = self.most_backwards = 0
         self.skipped_steps = 0
+        #: Whether a step has been skipped after those in which a scaler searches for its scale.
+        self._skipped_late = False
         #: Whether the whole model has run since the last backward of a loss.
         self.model_ran = False
         #: Calls of the model's modules without gradients.
@@ -130,7 +134,7 @@ class StepClock:
     def kind(self) -> tuple[str, Hashable]:
         """The module that the last forward began with, and the other properties that distinguish kinds of steps."""
         first, kind = self.forward_kind
-        return first, (kind, self.loss_kind, self.loss_level.jumps)
+        return first, (kind, self.loss_kind, self.loss_level.jumps, self._skipped_late)
 
     @property
     def awaits_backward(self) -> bool:
@@ -226,6 +230,7 @@ class StepClock:
         self._done.add(optimizer)
         self._closures = None
         self.skipped_steps += skipped
+        self._skipped_late |= skipped and self.step >= _SEARCHED
         return all(known in self._done for known in self._known)
 
     def advance(self, finished: bool = True) -> None:
@@ -382,7 +387,7 @@ class _KindsOf:
 
 class Kinds:
     """Detects steps of a new kind, as in a new phase of training: longer sequences, another loss or precision, or a loss that
-    has jumped.
+    has jumped, or the steps after a skipped one.
 
     A kind counts only if it stays: batches of ever new lengths never do, nor does the smaller batch that ends an epoch.
     """

@@ -221,8 +221,13 @@ class Flushes:
 
     def read_by_loop(self, number: torch.Tensor, exact: torch.Tensor | None) -> None:
         """Record flushed values whose sum the loop reads as a zero that its exact number is not. Waits for the device."""
-        origin = self._of.of(number) if self._of and exact is not None else None
-        if origin is not None and not float(number) and (wanted := float(exact or 0.0)):
+        origin = self._of.of(number) if self._of else None
+        if (
+            origin is not None
+            and exact is not None
+            and not float(number.detach())
+            and (wanted := float(exact.detach()))
+        ):
             self.taken.append(replace(origin, exact=wanted))
 
     def added(self, given: Iterable[Any], value: torch.Tensor, exact: torch.Tensor) -> None:

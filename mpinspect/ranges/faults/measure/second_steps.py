@@ -20,6 +20,7 @@ from mpinspect.ranges.capture.weights import RarerWork
 from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.second import SecondComputation
+from mpinspect.ranges.faults.measure.stuck_numbers import StuckNumbers
 from mpinspect.ranges.records import Record
 from mpinspect.runtime.compiled_graphs import KEEPING, CallsGraphs, is_any_compiled
 from mpinspect.runtime.dispatch import doubt, obstacle
@@ -118,6 +119,7 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._second: SecondComputation | None = second
         self._powers = powers
+        self._stuck: StuckNumbers | None = None
         self._running, self._failed = running, failed
         self._process = os.getpid()
 
@@ -145,11 +147,13 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._attempt(second.after, pending, result, sys._getframe(1))
         if self._powers is not None:
             self._attempt(self._powers.ran, func, args, kwargs, result, sys._getframe(1), self._running.in_optimizer)
+        if self._stuck is not None and not self._running.in_optimizer and torch._C._current_autograd_node() is None:
+            self._attempt(self._stuck.ran, func, args, kwargs, result, sys._getframe(1))
         return result
 
     def stop(self) -> None:
         """Pass everything on from now on."""
-        self._second = self._powers = None
+        self._second = self._powers = self._stuck = None
 
     def leave(self) -> bool:
         """Stop, and exit the mode. Return False while a mode of the script is above it on this thread's stack."""
@@ -201,6 +205,7 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
     ) -> None:
         powers = None if is_compiled else PowersOfScale(running.path, parameters)
         super().__init__(WholeStep(running.path, parameters, buffers, by_hand), running, powers, failed)
+        self._stuck = StuckNumbers(running.path)
         self._thread = threading.get_ident()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -224,11 +229,12 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
 
     def end(self) -> tuple[list[Record], str]:
         """Stop; return the records, and a sentence on the operators that were left out. Waits for the device."""
-        second, powers = self._second, self._powers
+        second, powers, stuck = self._second, self._powers, self._stuck
         self.stop()
         if second is None:
             return [], ""
-        return [*second.records(), *(powers.records() if powers else ())], second.left_out()
+        others = [*(powers.records() if powers else ()), *(stuck.records() if stuck else ())]
+        return [*second.records(), *others], second.left_out()
 
 
 class SecondSteps(Guarded):

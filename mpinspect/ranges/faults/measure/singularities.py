@@ -337,7 +337,12 @@ def _too_few(node: Any, name: str) -> _Found:
     correction = getattr(node, "_saved_correction", 0)
     if number > (1 if correction is None else correction):
         return None
-    return "argument", words, f"{TOO_FEW} {number_of(number, 'element')} (0/0)", torch.zeros((), dtype=torch.bool)
+    return (
+        "argument",
+        words,
+        f"{TOO_FEW} {number_of(number, 'element')} (0/0)",
+        torch.zeros((), dtype=torch.bool, device="cpu"),
+    )
 
 
 def _ctc(node: Any, name: str) -> _Found:
@@ -444,7 +449,7 @@ def _beyond(node: Any, name: str) -> _Found:
 def _loss(node: Any, name: str) -> _Found:
     """Find a loss whose targets are all ignored, or a loss with non-finite targets or weights."""
     if node._saved_reduction == _MEAN and not node._saved_self.numel():
-        return "argument", "a mean", f"{TOO_FEW} 0 elements (0/0)", torch.zeros((), dtype=torch.bool)
+        return "argument", "a mean", f"{TOO_FEW} 0 elements (0/0)", torch.zeros((), dtype=torch.bool, device="cpu")
     if name.startswith("NllLoss") and node._saved_reduction == _MEAN and bool(node._saved_total_weight == 0):
         left_out = torch.ones_like(node._saved_target, dtype=torch.bool)
         return "argument", "a mean over targets", "that are all ignored (0/0)", left_out

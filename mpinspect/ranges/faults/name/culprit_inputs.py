@@ -408,7 +408,13 @@ class _ArgumentCode(Sentences):
         "loss = total / count.clamp_min(1)"
     )
     NOTHING = "count = max(x.numel(), 1)\nmean = x.sum() / count"
-    ONE_SAMPLE = "loader = torch.utils.data.DataLoader(\n    dataset, batch_size, drop_last=True\n)\n# or\nx.std(dim=0, correction=0)"
+    ONE_SAMPLE = (
+        "loader = torch.utils.data.DataLoader(\n"
+        "    dataset, batch_size, drop_last=True\n"
+        ")\n"
+        "# or\n"
+        "x.std(dim=0, correction=0)"
+    )
     CTC = "loss_fn = torch.nn.CTCLoss(\n    zero_infinity=True\n)"
     MASK_LAST = (
         "# divided first, then masked\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
@@ -32,6 +33,7 @@ from mpinspect.ranges.records import (
     LostSum,
     RoundedConstant,
     SaturatedCast,
+    StuckNumber,
 )
 from mpinspect.reporting.sentences import Sentences
 
@@ -229,6 +231,28 @@ def _sum_stops(case: Case) -> Iterator[Found]:
         fix, code = _Kept.BUFFER_IN_FP32.when(buffer) or _Kept.NUMBER, _Kept.UNCAST.when(buffer) or _Kept.ITEM
         words = {"path": quoted(buffer)}
         yield found_at(growing, _Kept.WILL_STOP, fix, code, words, is_mild=not stops, is_inferred=True)
+
+
+class _Stuck(Sentences):
+    STAYS = (
+        "In step {step}, in {place}, {operator} computes a number that the loop keeps from step to step: it was {broken} before "
+        "the step, and so it stays. The loop compares it, and such a comparison has the same result in every step."
+    )
+    SINCE = "The gradients of step {skipped}, which the scaler skipped, were not finite either."
+    ONLY_FINITE = "Update such a number with finite values alone, and not in a step that the scaler skips."
+    IF_FINITE = "if torch.isfinite(norm):\n    mean = decay * mean + (1 - decay) * norm"
+
+
+def _number_stays_broken(case: Case) -> Iterator[Found]:
+    """A number that the loop keeps, such as a running mean of norms, and that one infinity or NaN has spoilt for good.
+
+    False alarms: A number that is only printed is left out: the loop must compare it, or a number computed from it.
+    """
+    for stuck in islice(case.recorded(StuckNumber), 1):
+        skipped = [event.step for event in case.events if event.skipped and event.step < (stuck.step or 0)]
+        since = _Stuck.SINCE.when(skipped)
+        words = {"broken": ("infinite", "NaN")[stuck.is_nan], "skipped": max(skipped, default=0)}
+        yield found_at(stuck, (_Stuck.STAYS, since), _Stuck.ONLY_FINITE, _Stuck.IF_FINITE, words)
 
 
 class _Flush(Sentences):
@@ -513,6 +537,7 @@ FAULTS = (
         is_of_every_step=True,
         checked=TWICE,
     ),
+    Fault("kept-number-not-finite", "warning", _number_stays_broken, (_Stuck,), checked=TWICE),
     Fault("operator-flushes", "warning", _operator_flushes, (_Flush,), checked=TWICE),
     Fault("cast-saturates", "warning", _cast_saturates, (_Saturated, _Flush), checked=TWICE),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, Gradients), checked=TWICE),
