@@ -408,6 +408,118 @@ def test_a_cast_to_fp8_that_leaves_the_large_values_is_not_reported(given):
     assert "operator-flushes" not in cast(**given)
 
 
+class CastInput(nn.Linear):
+    """Casts its input to FP8 in the forward alone, with one scale or with one for each row."""
+
+    def __init__(self, by_row):
+        super().__init__(8, 4)
+        self.by_row = by_row
+
+    def forward(self, x):
+        largest = x.abs().amax(-1, keepdim=True) if self.by_row else x.abs().amax()
+        scale = 448 / largest.clamp(min=1e-30)
+        with torch.no_grad():
+            cast = (x * scale).to(torch.float8_e4m3fn).float() / scale
+        return super().forward(x + (cast - x).detach())
+
+
+@pytest.mark.parametrize(
+    ("by_row", "small", "gain", "is_named"),
+    [
+        (False, 12, 1e7, True),
+        (True, 12, 1e7, False),
+        # E4M3 holds numbers 2^18 times smaller than the largest.
+        (False, 12, 1e3, False),
+        # One row of 16 vanishes; rows of zeros do not count.
+        (False, 1, 1e7, False),
+    ],
+)
+def test_rows_that_vanish_in_a_cast_to_fp8_with_one_scale_are_named(by_row, small, gain, is_named):
+    torch.manual_seed(0)
+    model = nn.Sequential(CastInput(by_row), nn.Linear(4, 2))
+
+    def loss_of(_):
+        x = gain * torch.randn(16, 8)
+        x[:small] /= gain
+        return model(x / gain).square().sum()
+
+    found = by_id(inspected(model, loss_of, 4, second=True))
+    assert ("operator-flushes" in found) is is_named
+    if is_named:
+        assert found["operator-flushes"].evidence["rows"] == small / 16
+        assert "amax(-1, keepdim=True)" in found["operator-flushes"].code
+
+
+@pytest.mark.parametrize(("size", "is_named"), [(1e-5, True), (1e-2, False)])
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_norm_that_the_loop_reads_as_zero_is_named(size, is_named, is_read):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exact, read = [], []
+    with Inspector(model, optimizers=optimizer, second=True, loss_scale=1) as inspector:
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(torch.randn(4, 8).half()).float() * size).sum().backward()
+            norm = model.weight.grad.pow(2).sum().sqrt()
+            exact.append(float(model.weight.grad.double().norm()))
+            read.append(float(norm) if is_read else 0.0)
+            optimizer.step()
+    found = by_id(inspector)
+    assert ("operator-flushes" in found) is (is_named and is_read)
+    if is_named and is_read:
+        assert read == [0.0, 0.0, 0.0]
+        assert found["operator-flushes"].evidence["exact"] == pytest.approx(exact[1], rel=1e-2)
+        assert "torch.linalg.vector_norm" in found["operator-flushes"].code
+
+
+def averaged(average, steps=12, skips_from=4, compares=True):
+    """Train with a running number that ``average`` computes from itself and a gradient's norm, infinite in one step."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mean = torch.ones(())
+    with Inspector(model, optimizers=optimizer, second=range(2, steps)) as inspector:
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().mean().backward()
+            norm = model.weight.grad.norm() * (torch.inf if step == skips_from else 1.0)
+            mean = average(mean, norm)
+            if compares and norm > 10 * mean:
+                model.weight.grad.mul_(0.1)
+            optimizer.step()
+    return by_id(inspector)
+
+
+def in_place(mean, norm):
+    return mean.mul_(0.9).add_(0.1 * norm)
+
+
+def only_finite(mean, norm):
+    return 0.9 * mean + 0.1 * norm if torch.isfinite(norm) else mean
+
+
+@pytest.mark.parametrize(
+    ("average", "given", "is_named"),
+    [
+        (lambda mean, norm: 0.9 * mean + 0.1 * norm, {}, True),
+        (in_place, {}, True),
+        (only_finite, {}, False),
+        # It ends with the next finite number.
+        (torch.minimum, {"skips_from": 0}, False),
+        # It is only printed, or becomes infinite in the step itself.
+        (lambda mean, norm: 0.9 * mean + 0.1 * norm, {"compares": False}, False),
+        (lambda mean, norm: 0.9 * mean + 0.1 * norm, {"skips_from": 11}, False),
+    ],
+    ids=["new", "in place", "only finite", "minimum", "not compared", "last step"],
+)
+def test_a_kept_number_that_stays_infinite_is_named(average, given, is_named):
+    found = averaged(average, **given)
+    assert ("kept-number-not-finite" in found) is is_named
+    if is_named:
+        assert (found["kept-number-not-finite"].step, found["kept-number-not-finite"].severity) == (5, "warning")
+
+
 def test_a_run_with_casts_to_fp8_does_not_compute_in_fp32_alone():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), CastHead(torch.float8_e5m2, True))

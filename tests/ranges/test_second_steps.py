@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainings import take_step
 
 import mpinspect
-from mpinspect.ranges.capture.steps import StepChoice
+from mpinspect.ranges.capture.steps import LossLevel, StepChoice
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.records import BornInfinite
 
@@ -261,6 +261,45 @@ def test_kinds_are_compared_of_steps_that_begin_with_the_same_module():
     for step in range(16):
         assert not choice.is_due(step, lambda: ())
         choice.passed(step, 0, *(("conv", "a") if step < 8 else ("block", "b")))
+
+
+@pytest.mark.parametrize(
+    ("losses", "jumps"),
+    [
+        ([1.0] * 20 + [5.0, 5.0], [22]),
+        # One outlier, as of one batch; a rise by less than four times; too few losses before.
+        ([1.0] * 20 + [5.0, 1.0, 5.0, 1.0], []),
+        ([1.0] * 20 + [3.9] * 9, []),
+        ([1.0] * 8 + [5.0] * 9, []),
+        # A second jump counts from the level of the first.
+        ([1.0] * 20 + [5.0] * 20 + [30.0] * 2, [22, 42]),
+    ],
+)
+def test_a_loss_has_jumped_once_two_in_a_row_are_far_above_all_recent_ones(losses, jumps):
+    level, found = LossLevel(), []
+    for number, loss in enumerate(losses, 1):
+        before = level.jumps
+        level.add(loss)
+        found += [number] * (level.jumps > before)
+    assert found == jumps
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_an_overflow_that_raises_the_loss_and_leaves_it_finite_is_found(is_late):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    with mpinspect.Inspector(model, optimizers=optimizer, second=True, loss_scale=1) as inspector:
+        for step in range(60):
+            x = torch.full((4, 4), 500.0 if is_late and step >= 40 else 1.0).half()
+            normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
+            loss = (model(normed).float() - model.bias.detach().float() - 0.01 * step / 60 - 1.0).square().mean()
+            loss = loss * (100 if is_late and step >= 40 else 1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    found = [finding for finding in inspector.report().findings if finding.id == "overflow-in-operator"]
+    assert [finding.step for finding in found] == [43] * is_late
 
 
 LATER_OVERFLOWS = {

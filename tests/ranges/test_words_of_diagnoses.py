@@ -1,6 +1,7 @@
 """The sentences of diagnoses follow from their measurements."""
 
 import math
+from dataclasses import replace
 from textwrap import indent
 
 import pytest
@@ -386,6 +387,48 @@ def test_a_constant_factor_that_is_not_finite_is_seen_on_either_side(is_first):
     found = singular(product.grad_fn)
     assert (found.what, found.elements) == ("with a constant that is infinite or NaN", 1)
     assert singular((torch.ones(2) * variable).grad_fn) is None
+
+
+@pytest.mark.parametrize(
+    ("reduce", "what"),
+    [
+        (lambda x: x[:0].mean(), "of only 0 elements (0/0)"),
+        (lambda x: x[:0].mean(-1).sum() + x[:, :0].mean(-1), "of only 0 elements (0/0)"),
+        (lambda x: x[:1].std(0), "of only 1 element (0/0)"),
+        (lambda x: x[:1].var(0), "of only 1 element (0/0)"),
+        (lambda x: x[:2, :1].std(), None),
+        (lambda x: x[:1].std(0, correction=0), None),
+        (lambda x: x.mean(), None),
+        (lambda x: nn.functional.mse_loss(x[:0], torch.zeros(0, 3)), "of only 0 elements (0/0)"),
+        (lambda x: nn.functional.mse_loss(x[:0], torch.zeros(0, 3), reduction="sum"), None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+def test_a_mean_or_deviation_of_too_few_elements_is_named(reduce, what):
+    made = reduce(torch.randn(4, 3, requires_grad=True))
+    node = made.grad_fn
+    nodes = [node, *(following for following, _ in node.next_functions if following is not None)]
+    found = next(filter(None, map(singular, nodes)), None)
+    assert (found and found.what) == what
+    if what is not None:
+        measured = Measurement("examined-argument", "", 8, {"elements": 0.0}, (), f"{found.operator} {found.what}")
+        said = globals()["found"]("argument-out-of-range", measured, events=(event(8),))
+        assert f"computes {found.operator} {what}." in said.message
+        assert ("drop_last" in said.code) is (found.operator != "a mean")
+
+
+@pytest.mark.parametrize(("skipped_at", "is_explosion"), [(18, False), (None, True)])
+def test_weights_grow_before_a_forward_that_a_scaler_skipped(skipped_at, is_explosion):
+    """A head that begins near zero grows in any training; the loss scale fell for the forward until the weights broke."""
+    grown = Measurement("weight-growth", "w", 16, {"ratio": 19.0, "began": 1.0, "lr": 0.05})
+    beyond = Measurement(
+        "examined-argument", "", 18, {"elements": 1.0}, (), "a product beyond FP16's largest number, 65504"
+    )
+    events = [event(40)]
+    if skipped_at is not None:
+        events.insert(0, replace(event(skipped_at, "forward"), skipped=True))
+    report = analyse(session_of({weight("w"): spread({0: 10})}, events=tuple(events), measurements=(grown, beyond)))
+    assert ("weights-exploded" in {finding.id for finding in report.findings}) is is_explosion
 
 
 @pytest.mark.parametrize(("ratio", "is_explosion"), [(19.0, False), (2.0**18, True)])

@@ -215,6 +215,25 @@ def test_updates_that_16_bit_weights_lose_without_an_optimizer_are_named(tmp_pat
     assert run.seen.backwards == 8
 
 
+def test_masters_that_take_gradients_from_autograd_grad_have_their_model_inspected(tmp_path):
+    with watched(tmp_path) as run:
+        model = net().bfloat16()
+        masters = [parameter.detach().float() for parameter in model.parameters()]
+        optimizer = torch.optim.SGD(masters, lr=0.1)
+        for step in range(6):
+            loss = model(torch.randn(5, 4).bfloat16()).float().square().mean() * (torch.inf if step == 4 else 1.0)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for master, gradient in zip(masters, gradients, strict=True):
+                master.grad = gradient.float()
+            optimizer.step()
+    (part,) = run.parts.models
+    assert any("assumed to be master copies" in note for note in run.seen.notes)
+    # The first backward attaches.
+    assert (part.session.progress.steps, part.session.progress.backwards) == (6, 5)
+    (event,) = [event for event in part.session.events if event.step == 4]
+    assert (event.what, event.phase) == ("loss", "forward")
+
+
 def test_autograd_grad_of_another_model_than_the_optimizers_attaches_nothing(tmp_path):
     with watched(tmp_path) as run:
         optimizer = torch.optim.SGD(net().parameters())

@@ -80,9 +80,15 @@ class BackwardSearch(Guarded):
     def asked_for(self, inputs: Any) -> None:
         """Attach to the models whose parameters' gradients ``torch.autograd.grad`` has returned."""
         given = [each for each in _several(inputs) if isinstance(each, torch.Tensor) and each.is_leaf]
-        if given and self._searches < _MOST_SEARCHES and not self.settled:
+        if given and self._searches < _MOST_SEARCHES and not self.settled and self._may_be_trained(given):
             self._searches += 1
             self._attach_to({id(each): each for each in given})
+
+    def _may_be_trained(self, given: Sequence[torch.Tensor]) -> bool:
+        """Return whether the loop may train these leaves: there is no optimizer, or one steps as many elements."""
+        optimizers = [each.optimizer for each in self._attaching.pending if each.optimizer is not None]
+        size = sum(each.numel() for each in given)
+        return not self._seen.optimizers or any(size == _size(optimizer) for optimizer in optimizers)
 
     def _attach_to(self, leaves: Mapping[int, torch.Tensor]) -> None:
         waiting = [each for each in self._attaching.pending if not each.done and each.optimizer is not None]
@@ -158,6 +164,11 @@ class BackwardSearch(Guarded):
             scaled = reference()
             if scaled is not None and any(scaled is start for start in starts):
                 inspector.loss_scaled(scaler, scaled)
+
+
+def _size(optimizer: torch.optim.Optimizer) -> int:
+    """Return the number of elements that an optimizer steps."""
+    return sum(each.numel() for group in optimizer.param_groups for each in group["params"])
 
 
 def _copies(owner: torch.nn.Module, holders: Holders) -> list[torch.nn.Module]:
