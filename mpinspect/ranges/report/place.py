@@ -8,7 +8,7 @@ from typing import NamedTuple
 from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.name.operators import operator_named
-from mpinspect.ranges.faults.registry import explains_events, part_of, what_broke
+from mpinspect.ranges.faults.registry import FAULTS, explains_events, part_of, what_broke
 from mpinspect.ranges.records import BEFORE_STEPS
 from mpinspect.ranges.session import Event, module_named
 from mpinspect.reporting.finding import Finding
@@ -81,13 +81,19 @@ def began(report: RangeReport) -> Began:
 
 def _cause(finding: Finding) -> str:
     """Return the id of a finding as words, with its operator's name in place of the word: "Overflow in mul"."""
-    operator, words = _operator(finding), in_words(finding.id)
+    operator, words = _operator(finding), heading(finding)
     named = re.sub(r"\boperator\b", lambda _: operator, words, flags=re.IGNORECASE) if operator else words
     return upper_first(named) if named.startswith("a ") else named
 
 
+def heading(finding: Finding) -> str:
+    """Return a finding's fault in a few words."""
+    fault = FAULTS.get(finding.id)
+    return (fault and fault.heading) or in_words(finding.id)
+
+
 def in_words(id: str) -> str:
-    """Return the id of a finding as words: "Mask hides whole row", "Breaks in FP32 too"."""
+    """Return the id of a finding as words: "Mask hides whole row", "Scale too low"."""
     words = upper_first(id.replace("-", " ").replace("non finite", "non-finite"))
     return re.sub(
         r"\b(b?f)(?:loat|p)(\d+)", lambda found: f"{found[1].upper()}{'P' * (found[1] == 'f')}{found[2]}", words
@@ -116,7 +122,7 @@ def _of_event(event: Event, finding: Finding | None) -> tuple[str, bool]:
 def _code_beside(finding: Finding) -> str:
     """Return the line and the operator beside the finding's cause, without what the cause has said."""
     line = line_of(finding)
-    return line if line and _cause(finding) != in_words(finding.id) else code_of(finding)
+    return line if line and _cause(finding) != heading(finding) else code_of(finding)
 
 
 def _place(finding: Finding) -> str:

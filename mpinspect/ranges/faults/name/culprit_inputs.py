@@ -798,6 +798,7 @@ FAULTS = (
         (_Outliers, _LeftOut, _Aftermath),
         _EVENT,
         explains_from="warning",
+        heading="Input beyond FP16's maximum",
     ),
     Fault("mask-hides-whole-row", "error", _mask_hides_whole_row, (_Mask, _Aftermath), _EVENT),
     Fault("zero-row-normalized", "error", _zero_row_normalized, (_ZeroRow, _Aftermath), _EVENT),

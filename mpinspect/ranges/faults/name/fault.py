@@ -113,6 +113,7 @@ class Fault:
         explains_from: the least severity of an occurrence that explains them: a milder one did no harm.
         is_of_every_step: whether the loop's code has the fault, so that it explains findings from earlier steps, too.
         checked: the steps in which it is checked, if only a step computed twice can show it.
+        heading: the fault in a few words, if its id as words would have to be read twice.
     """
 
     id: str
@@ -123,6 +124,7 @@ class Fault:
     explains_from: str = "error"
     is_of_every_step: bool = False
     checked: str = ""
+    heading: str = ""
 
     @property
     def about(self) -> str:

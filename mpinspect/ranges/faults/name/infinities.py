@@ -448,6 +448,7 @@ FAULTS = (
         _breaks_in_fp32_too,
         (_Alike, Born, InVain),
         ("non-finite-event", "argument-out-of-range"),
+        heading="Not finite in FP32 either",
     ),
     Fault("divisor-infinite", "error", _divisor_infinite, (_Divisor,), checked=TWICE),
     Fault("overflow-in-operator", "warning", _overflow_in_operator, (Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),

@@ -309,6 +309,7 @@ FAULTS = (
         _stepped_beside_scaler,
         (_Beside,),
         (*_OF_BROKEN_WEIGHTS, "argument-out-of-range", "weights-exploded", "scaler-shared"),
+        heading="optimizer.step() called after scaler.step()",
     ),
     Fault("gradients-replaced", "error", _gradients_replaced, (_Replaced,)),
 )
