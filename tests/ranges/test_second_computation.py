@@ -1041,6 +1041,18 @@ def test_the_nearest_of_rounded_distances_is_recorded():
     assert record.changed == pytest.approx(int((chosen != exact).sum()), abs=3)
 
 
+@pytest.mark.parametrize("choose", [lambda scores: scores.argmax(1), lambda scores: scores.max(1)[1]])
+def test_the_best_of_near_equals_is_no_choice_that_matters(choose):
+    """Rounding to BF16 makes ties of two actions that are equally good, far above the others."""
+    scores = values(256, 4)
+    scores[:, 2:] = 4 + 1e-3 * values(256, 2, seed=1)
+    with Twice() as second:
+        chosen = choose(scores.bfloat16())
+        torch.ones(4)[chosen]
+    assert (chosen != choose(scores)).sum() >= 64
+    assert records(second, ChangedChoices) == []
+
+
 def probabilities(n=2000):
     p = torch.rand(n, generator=torch.Generator().manual_seed(0)) + 0.5
     return p / p.sum()

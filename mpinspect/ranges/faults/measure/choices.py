@@ -18,6 +18,8 @@ aten = torch.ops.aten
 CHOOSING = frozenset({aten._to_copy, aten.argmax, aten.argmin, aten.max, aten.min, aten.searchsorted, aten.bucketize})
 #: The place of the table among the arguments of a search.
 SEARCHING = {aten.searchsorted: 0, aten.bucketize: 1}
+#: Operators that choose the place of the best of several numbers.
+BEST = frozenset({aten.argmax, aten.argmin, aten.max, aten.min})
 ROUNDING = frozenset({aten.floor, aten.ceil})
 #: Operators that use integers and masks as indices, conditions or weights, or compute with them.
 _USING = frozenset(
@@ -33,6 +35,8 @@ _USING = frozenset(
 )
 #: The fewest integers that are judged, and the least share of them that rounding decides.
 _FEWEST, _LEAST_CHANGED = 64, 0.05
+#: The least distance of the choices from the best exact scores, on average, in standard deviations of a row's scores.
+_LEAST_REGRET = 0.1
 #: A top k is judged from this many rows of scores on, and recorded if this share of them has an arbitrary choice.
 _FEWEST_ROWS, _LEAST_TIED = 8, 0.01
 #: Entries for each distinct number of a table that rounding has crowded, and the share of its format's numbers that occur.
@@ -125,6 +129,23 @@ def tied(
     is_tied = (last == best[..., 1]) & (wanted[..., 0] != wanted[..., 1]) & (last != 0) & last.isfinite()
     share = float(is_tied.float().mean())
     return share * (share >= _LEAST_TIED)
+
+
+def is_near_tie(scores: torch.Tensor, chosen: torch.Tensor, best: torch.Tensor, dim: Any) -> bool:
+    """Return whether the exact scores of other choices are so near the best ones that it hardly matters. Waits for the device.
+
+    Args:
+        scores: the exact scores.
+        chosen, best: the places that rounded scores and exact ones choose.
+        dim: the dimension in which they choose; without a number, all scores have one choice.
+    """
+    if not isinstance(dim, int) or scores.shape[dim] < 2:
+        return False
+    rows = scores.movedim(dim, -1)
+    places = (each.reshape(rows.shape[:-1])[..., None] for each in (chosen, best))
+    taken, wanted = (rows.gather(-1, each)[..., 0] for each in places)
+    regret = ((wanted - taken).abs() / rows.std(-1))[wanted != taken]
+    return bool(regret.numel()) and float(regret.mean()) < _LEAST_REGRET
 
 
 def _distinct(table: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from mpinspect.ranges.capture.tally import dtype_name, passed_through
 from mpinspect.ranges.faults.measure.additions import Additions
 from mpinspect.ranges.faults.measure.broken import Broken
 from mpinspect.ranges.faults.measure.cached_casts import CachedCasts
-from mpinspect.ranges.faults.measure.choices import CHOOSING, ROUNDING, SEARCHING, Choices, tied
+from mpinspect.ranges.faults.measure.choices import BEST, CHOOSING, ROUNDING, SEARCHING, Choices, is_near_tie, tied
 from mpinspect.ranges.faults.measure.edges import Edges, bounds_for_later
 from mpinspect.ranges.faults.measure.effects import Effects
 from mpinspect.ranges.faults.measure.flushed import DividedGradients, Flushes
@@ -561,7 +561,11 @@ class SecondComputation:
         if operator not in CHOOSING | _DECIDING:
             return
         for value, wanted in zip(leaves([result]), leaves([exact]), strict=True):
-            if is_integer(value) or value.dtype is torch.bool:
+            is_choice = is_integer(value) or value.dtype is torch.bool
+            dim = (*given, None, None)[1]
+            if is_choice and operator in BEST and is_near_tie(pending.arguments[0][0], value, wanted, dim):
+                continue
+            if is_choice:
                 self._choices.chosen(given[0], value, wanted, table, describe)
 
     def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, inherited: float) -> None:
