@@ -64,8 +64,8 @@ def _choices_differ(case: Case) -> Iterator[Found]:
     """Integers or a mask that rounding decides: the floor of a position, the nearest code, the entry of a cumulative sum.
 
     False alarms: The changed integers are measured, and reported from one in twenty on if they are used in the same step. A
-    choice between near equals, a tenth of the scores' standard deviation apart, is left out. For a table made before the step the
-    finding is inferred: the table has nearly all numbers of its format, and most of them several times.
+    choice between near equals, less than a tenth of the scores' standard deviation apart, is left out. For a table made before
+    the step the finding is inferred: the table has nearly all numbers of its format, and most of them several times.
     """
     by_kind: dict[bool, ChangedChoices] = {}
     for choices in by_place(case.recorded(ChangedChoices), "changed"):
