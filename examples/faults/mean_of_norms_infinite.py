@@ -1,4 +1,4 @@
-"""Gradients are clipped at twice the running mean of their norms. One overflow makes the mean infinite, and nothing is clipped."""
+"""Gradients are clipped at twice the running mean of their norms. One overflow makes the mean infinite: nothing is clipped."""
 
 # Thread: https://github.com/dbolya/yolact/issues/359
 # Finding: kept-number-not-finite, from step 43
