@@ -12,6 +12,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Return whether this is a dense tensor or parameter (no subclass), whose storage holds its elements."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+    )
+
+
 class StorageReference:
     """Knows whether a tensor's storage still lives, and keeps neither the storage nor its memory.
 

@@ -742,9 +742,10 @@ def test_narrow_regions_of_a_format_are_named_as_far_as_the_names_have_room(brow
         # A halo of 3 pixels belongs to each box.
         assert all(one["x"] + one["width"] - 6 < other["x"] for one, other in pairwise(boxes))
         field = page.locator(".explorer tbody tr[data-name] canvas").first.bounding_box()
-        assert all(
-            field["x"] - 4 <= box["x"] and box["x"] + box["width"] <= field["x"] + field["width"] + 4 for box in boxes
-        )
+        # The first one may stand left of the map, beside its region's edge.
+        assert boxes[0]["x"] >= 0
+        assert all(field["x"] - 4 <= box["x"] for box in boxes[1:])
+        assert all(box["x"] + box["width"] <= field["x"] + field["width"] + 4 for box in boxes)
 
 
 def test_a_fault_outside_of_the_layers_leaves_all_rows_pale(browser: Any, tmp_path: Path) -> None:  # noqa: F811

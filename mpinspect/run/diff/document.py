@@ -55,6 +55,8 @@ from mpinspect.run.diff.report import DiffReport, ModelDiff, Side
 _LONGEST = 160
 #: The most arguments of a run in a headline.
 _ARGUMENTS = 3
+#: The arguments of a run that has none of its own.
+_NONE = "none"
 #: The end of a sentence that lists some of the settings.
 _AND_MORE = re.compile(r" and [\d,]+ more\.$")
 _NOTES, _MODELS = Limit(8, 50), Limit(4, 50, "more models that differ less (JSON)")
@@ -102,8 +104,9 @@ def _front(report: DiffReport) -> Front:
     models = sorted(report.models, key=_urgency)
     several = len(models) > 1
     state, tone = _state(models[0].ranges)
-    paths = [
-        filled(f"{name} {{}}", PurePath(side.path).name) for name, side in (("A", report.first), ("B", report.second))
+    names = [
+        filled("A {}", _own_name(report.first, report.second)),
+        filled("B {}", _own_name(report.second, report.first)),
     ]
     changes = dict.fromkeys(change for model in models for change in model.ranges.settings)
     first, *others = _verdict_parts(report)
@@ -131,7 +134,7 @@ def _front(report: DiffReport) -> Front:
     owners = {id(finding): model for model in models for finding in model.ranges.findings}
     named = [(model.name if several else "", model.ranges) for model in models]
     return Front(
-        " -> ".join(filter(None, paths)) or models[0].ranges.second.session.info.model,
+        " -> ".join(filter(None, names)) or models[0].ranges.second.session.info.model,
         state,
         tone,
         (),
@@ -174,7 +177,7 @@ def _verdict_parts(report: DiffReport) -> list[str]:
         parts[0] = f"{first.name}: {parts[0]}"
     one, other = report.first.arguments, report.second.arguments
     if one is not None and other is not None and one != other:
-        parts.insert(1, f"Arguments that differ: A {_without(one, other)}; B {_without(other, one)}.")
+        parts.insert(1, f"Arguments that differ: A {_without(one, other) or _NONE}; B {_without(other, one) or _NONE}.")
     parts[-1] = (
         "; ".join([parts[-1][:-1], *(each[0].lower() + each[1:-1] for each in _changes_of_a_step(report))]) + "."
     )
@@ -191,10 +194,18 @@ def _changes_of_a_step(report: DiffReport) -> Iterator[str]:
         yield f"Kernels differ in {number_of(len(report.kernels.changes), 'module')}."
 
 
+def _own_name(side: Side, other: Side) -> str:
+    """Return the arguments that only this run has, or else its directory's name."""
+    own = ""
+    if side.arguments is not None and other.arguments is not None:
+        own = _without(side.arguments, other.arguments)
+    return own or PurePath(side.path).name
+
+
 def _without(arguments: Sequence[str], others: Sequence[str]) -> str:
     """Return in words the arguments that are not among the others."""
     own = [each for each in arguments if each not in others]
-    return f"{' '.join(own[:_ARGUMENTS])}{and_more(len(own) - _ARGUMENTS)}" or "none"
+    return f"{' '.join(own[:_ARGUMENTS])}{and_more(len(own) - _ARGUMENTS)}"
 
 
 def _urgency(model: ModelDiff) -> tuple[bool, bool, bool, int]:

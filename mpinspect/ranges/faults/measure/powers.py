@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import MixedPowers, Record, WrittenByLoop
-from mpinspect.runtime.storages import storage_key
+from mpinspect.runtime.storages import has_storage, storage_key
 from mpinspect.runtime.user_line import innermost_line
 
 #: A power; None if it is unknown, and ZERO for zeros, which may be added to anything.
@@ -105,9 +105,9 @@ class PowersOfScale:
         self._maker = ""
         self._is_ours = False
         for _, parameter in self._parameters:
-            if _has_storage(parameter):
+            if has_storage(parameter):
                 self._set(parameter, 0.0)
-            if parameter.grad is not None and _has_storage(parameter.grad):
+            if parameter.grad is not None and has_storage(parameter.grad):
                 # It may be left over from the step before.
                 self._set(parameter.grad, None)
 
@@ -177,7 +177,7 @@ class PowersOfScale:
             self._maker = node.name().removesuffix("Backward")
         if is_in_place and power == 0.0 and name in ("mul", "div"):
             self._divided.update(
-                storage_key(each) for each in results if _has_storage(each) and self._power(each) == 1.0
+                storage_key(each) for each in results if has_storage(each) and self._power(each) == 1.0
             )
         for each in results:
             if not (each.is_floating_point() or each.is_complex()):
@@ -264,8 +264,8 @@ class PowersOfScale:
         written = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
         if torch._C._current_autograd_node() is not None or self._module():
             return
-        keys = {storage_key(each) for each in written if isinstance(each, torch.Tensor) and _has_storage(each)}
-        found = (path for path, weight in self._parameters if _has_storage(weight) and storage_key(weight) in keys)
+        keys = {storage_key(each) for each in written if isinstance(each, torch.Tensor) and has_storage(each)}
+        found = (path for path, weight in self._parameters if has_storage(weight) and storage_key(weight) in keys)
         path = next(found, None)
         if path is not None:
             self._written = WrittenByLoop(name=path, names=(name, innermost_line(frame)))
@@ -348,7 +348,7 @@ class PowersOfScale:
 
     def _takes(self, tensors: list[torch.Tensor]) -> None:
         """Record the sums in gradients that a scaler divides or an optimizer takes."""
-        taken = [self._in_gradients.get(storage_key(each)) for each in tensors if _has_storage(each)]
+        taken = [self._in_gradients.get(storage_key(each)) for each in tensors if has_storage(each)]
         found = [each for each in taken if each is not None]
         if found:
             self._found = replace(found[0], names=(*found[0].names, *dict.fromkeys(each.name for each in found)))
@@ -363,7 +363,7 @@ class PowersOfScale:
     # -- powers -----------------------------------------------------------------------------------------------------
 
     def _power(self, tensor: Any) -> Power:
-        if not isinstance(tensor, torch.Tensor) or not _has_storage(tensor):
+        if not isinstance(tensor, torch.Tensor) or not has_storage(tensor):
             return None
         known = self._known.of(tensor)
         if known is not None:
@@ -374,7 +374,7 @@ class PowersOfScale:
         return 0.0
 
     def _set(self, tensor: torch.Tensor, power: Power) -> None:
-        if _has_storage(tensor):
+        if has_storage(tensor):
             if power == ZERO or self._known.of(tensor) is None:
                 self._in_gradients.pop(storage_key(tensor), None)
             self._known.put(tensor, (power,))
@@ -428,9 +428,3 @@ def rows(args: tuple[Any, ...], result: Any) -> Iterator[tuple[tuple[Any, ...], 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [each for each in tree_flatten(value)[0] if isinstance(each, torch.Tensor)]
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
-    )

@@ -17,7 +17,7 @@ from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import StuckNumber
 from mpinspect.runtime.outputs import leaves
-from mpinspect.runtime.storages import StorageReference, storage_key
+from mpinspect.runtime.storages import StorageReference, has_storage, storage_key
 from mpinspect.runtime.user_line import innermost_line
 
 _COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
@@ -87,7 +87,7 @@ class StuckNumbers:
 
 
 def _tensors(given: Iterable[Any]) -> list[torch.Tensor]:
-    return [each for each in leaves(given) if type(each) is torch.Tensor and each.layout is torch.strided]
+    return [each for each in leaves(given) if isinstance(each, torch.Tensor) and has_storage(each)]
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
