@@ -444,6 +444,16 @@ class StepsStopped(Record, kind="steps-stopped"):
     most: float
 
 
+class ForwardsLeft(Record, kind="forwards-left"):
+    """Forwards at the run's end that no backward followed. ``names``: the line that called the model, and its caller's.
+
+    Args:
+        forwards: their number.
+    """
+
+    forwards: float
+
+
 class Standstill(Record, kind="standstill"):
     """FP32 weights that did not change any more after ``step``, up to the run's end, although they had gradients.
 

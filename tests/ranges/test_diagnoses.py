@@ -1161,6 +1161,31 @@ def test_backwards_without_an_optimizer_step_are_not_training():
     assert [finding for finding in report.findings if finding.severity != "info"] == []
 
 
+@pytest.mark.parametrize(
+    ("steps", "evaluations", "is_named"),
+    [(30, 0, True), (6, 40, False), (14, 0, False)],
+    ids=["leaves", "evaluates elsewhere", "leaves a few times"],
+)
+def test_a_loop_that_leaves_the_step_before_the_backward_is_named(steps, evaluations, is_named):
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step, (x, y) in enumerate(batches(steps, torch.float32)):
+            loss = nn.functional.cross_entropy(model(x), y)
+            if step >= 6:
+                continue
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        for x, _ in batches(evaluations, torch.float32):
+            model(x)
+    found = named(inspector.report(), "steps-stopped")
+    assert [(each.step, each.evidence["forwards"], each.certainty) for each in found] == [
+        (6, 24, "inferred")
+    ] * is_named
+    assert all("test_diagnoses.py:" in each.message for each in found)
+
+
 class Normalized(nn.Module):
     """Computes inf * 0 in its own code for rows of zeros, before it calls a module."""
 

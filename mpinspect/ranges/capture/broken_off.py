@@ -113,9 +113,10 @@ def _inside(value: object) -> list[object]:
 _caller: list[FrameType] = []
 
 
-def keep_caller() -> None:
-    """Keep the frame that has called a model: a function that returns without a backward then leaves its variables."""
+def keep_caller() -> FrameType | None:
+    """Keep the frame that has called a model, and return it: a function that returns without a backward leaves its variables."""
     _caller[:] = filter(None, [users_frame(sys._getframe(1))])
+    return _caller[0] if _caller else None
 
 
 def forget_caller() -> None:

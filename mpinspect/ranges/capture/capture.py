@@ -28,7 +28,7 @@ from mpinspect.ranges.capture.updates import Updates
 from mpinspect.ranges.capture.watch import Watch
 from mpinspect.ranges.capture.weights import BrokenWeights
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, UPDATE, WEIGHT_GRADIENT
-from mpinspect.ranges.records import NeverUpdated, StepsStopped
+from mpinspect.ranges.records import ForwardsLeft, NeverUpdated, StepsStopped
 from mpinspect.ranges.session import CALLS_LEFT_OUT, CLOSURES_LEFT_OUT, UNEVEN_INPUTS, Event, Measurement
 from mpinspect.reporting.words import some
 from mpinspect.runtime.device import is_capturing
@@ -369,3 +369,6 @@ class Capture(Dispatcher):
         if moved and self.clock.has_stopped:
             backwards, most = self.clock.backwards_of_step, self.clock.most_backwards
             self._recording.record(StepsStopped(step=self._recording.progress.steps, backwards=backwards, most=most))
+        if moved and self.clock.left_out.is_stopped:
+            step, left_out = self._recording.progress.steps, self.clock.left_out
+            self._recording.record(ForwardsLeft(step=step, names=left_out.lines, forwards=left_out.number))

@@ -11,12 +11,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
 from mpinspect.runtime.meter import Meter
+from mpinspect.runtime.user_line import innermost_line
 
 #: Maximum number of micro-batches per step without a known optimizer, even without an update, to bound the memory.
 _MOST_MICRO_BATCHES = 256
@@ -109,6 +111,7 @@ class StepClock:
         #: The names of the losses' last operations.
         self.loss_kind: Hashable = None
         self.loss_level = LossLevel()
+        self.left_out = ForwardsLeftOut()
         #: Forwards since the running step of an optimizer began: calls of its closure. None outside of such a step.
         self._closures: int | None = None
         #: Whether closures of any step were called more often than they are observed.
@@ -196,6 +199,7 @@ class StepClock:
         if not self.after_backward:
             self.backwards += 1
             self.backwards_of_step += 1
+            self.left_out.backward_runs()
         self.in_forward, self.after_backward = False, True
         self.model_ran &= is_inner
 
@@ -348,6 +352,35 @@ class Pace:
             "not every step is watched. max_overhead=0.02 sets another limit, max_overhead=math.inf none (mpinspect run: "
             "--max-overhead 0.02, --max-overhead none)"
         )
+
+
+class ForwardsLeftOut:
+    """Counts the model's latest forwards without a backward, from places in the script whose forwards had one before."""
+
+    def __init__(self) -> None:
+        self._trained: set[Hashable] = set()
+        self._place: Hashable = None
+        #: The forwards since the last backward, the most before any backward, and the lines of the latest one.
+        self.number = self._most = 0
+        self.lines: tuple[str, ...] = ()
+
+    def forward_ran(self, frame: FrameType | None) -> None:
+        """Handle a forward of the whole model that this frame has called; None if it is not known."""
+        back = frame and frame.f_back
+        self._place = frame and (frame.f_code, frame.f_lineno, back and back.f_code, back and back.f_lineno)
+        if self._place in self._trained:
+            self.number += 1
+            self.lines = tuple(map(innermost_line, filter(None, (frame, back))))
+
+    def backward_runs(self) -> None:
+        """Handle a backward of the model."""
+        self._trained.add(self._place)
+        self.number, self._most = 0, max(self._most, self.number)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether so many are left out that the loop seems to leave its body before the backward."""
+        return self.number >= max(_FEWEST_OF_STOPPED, _MANY_TIMES * self._most)
 
 
 class LossLevel:

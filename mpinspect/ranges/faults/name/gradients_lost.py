@@ -13,6 +13,7 @@ from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
 from mpinspect.ranges.records import (
     BrokenAlike,
     ChangedBeforeStep,
+    ForwardsLeft,
     LeftOver,
     LostBackwards,
     MastersAddedUp,
@@ -115,14 +116,32 @@ class _Stopped(Sentences):
     ZERO_FIRST = (
         "Zero the gradients before each backward, also after a skipped step. See why the first step was skipped."
     )
+    LEFT = (
+        "No backward followed the last {forwards:.0f} forwards of the model, from step {step} on ({places}). Earlier forwards "
+        "from there had one: the loop leaves the step between forward and backward."
+    )
+    READ_THE_NUMBER = (
+        "Read the number by which the loop decides that, such as a divergence, a norm or a loss, and compute it in FP32, with "
+        "all that it is computed from: in 16 bits the difference of large numbers is mostly rounding error."
+    )
     ZERO_FIRST_IN_LOOP = "# first in the loop, before any continue\n# and before {at_forward}\noptimizer.zero_grad()"
 
 
 def _steps_stopped(case: Case) -> Iterator[Found]:
-    """Backwards that go on after the optimizer has stepped for the last time.
+    """Backwards that go on after the optimizer has stepped for the last time, or forwards after the last backward.
 
-    False alarms: A script that reads many gradients after its training, such as attributions, is reported.
+    False alarms: A script that reads many gradients after its training, such as attributions, is reported, and one that evaluates
+    with gradients enabled in the function that trains.
     """
+    for left in case.recorded(ForwardsLeft):
+        yield Found(
+            _Stopped.LEFT,
+            {"forwards": left.forwards, "line": left.names[-1] if left.names else ""},
+            {"places": ", called at ".join(filter(None, left.names)), "step": left.step},
+            _Stopped.READ_THE_NUMBER,
+            step=left.step,
+            is_inferred=True,
+        )
     for measured in case.recorded(StepsStopped):
         yield Found(
             (_Stopped.STOPPED, _Stopped.MAY_ADD_UP),
