@@ -324,6 +324,42 @@ def test_an_overflow_of_a_later_phase_that_leaves_the_loss_finite_is_found(chang
     assert "overflow-in-operator" in {finding.id for finding in inspector.report().findings}
 
 
+class Wave(nn.Module):
+    """A network of a sine, whose second derivative has the square of the first layer's weights as a factor."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(1, 8), nn.Linear(8, 1)
+
+    def forward(self, x):
+        h = torch.sin(self.first(x))
+        return self.last(h)
+
+
+def test_the_layer_whose_derivative_overflows_fp16_is_named():
+    torch.manual_seed(0)
+    model = Wave()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-9), torch.amp.GradScaler("cpu", init_scale=1.0)
+    with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for step in range(16):
+            with torch.no_grad():
+                model.first.weight.copy_(torch.linspace(200.0, 300.0, 8)[:, None])
+                model.last.weight.fill_(10.0 if step >= 8 else 1e-3)
+            x = torch.rand(32, 1).requires_grad_()
+            with torch.autocast("cpu", torch.float16):
+                (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+                (curvature,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+            optimizer.zero_grad()
+            scaler.scale(curvature.float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    found = inspector.report().findings[0]
+    assert (found.id, found.severity, found.step) == ("overflow-in-operator", "error", 8)
+    assert found.evidence["phase"] == "backward"
+    assert "In the backward of 'first' (" in found.message
+    assert "self.first(x)" in found.code
+
+
 def test_steps_after_an_infinity_are_chosen_until_one_has_it():
     always = range(5, 20)
     assert chosen(StepChoice(()), []) == []

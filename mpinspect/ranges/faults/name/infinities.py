@@ -168,10 +168,11 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         origin, fix, code = None, Born.BOUND_IN_FP32, Born.CAST_BEFORE
     if not bound and origin is None and born.name and born.names[0] == "addmm" and code is Born.CAST_ON:
         code = LayerInFP32.of(case.precision)
-    first = first_event(case, born.names[2])
+    is_of_loss = _is_of_loss(born, case)
+    first = first_event(case, "forward" if is_of_loss else "backward")
     further = further_lines(case, born) if born.largest else []
     is_later, layer, step = beginning(born, first)
-    began = Born.FIRST.when(born.names[2] == "forward") or Born.FIRST_OF_BACKWARD
+    began = Born.FIRST.when(is_of_loss) or Born.FIRST_OF_BACKWARD
     yield found_at(
         born,
         (
@@ -237,7 +238,16 @@ def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iter
 def _is_of_precision(born: BornInfinite, case: Case) -> bool:
     """Return whether a step's infinities are of the precision, and not of a loss scale that was too high for its backward."""
     events = [event for event in case.events if event.step == born.step]
-    return born.names[2] == "forward" or any(event.broken_phase == "backward" for event in events)
+    return _is_of_loss(born, case) or any(event.broken_phase == "backward" for event in events)
+
+
+def _is_of_loss(born: BornInfinite, case: Case) -> bool:
+    """Return whether the loss contains an infinite result: of a forward, or of a backward in it, as of a penalty on gradients.
+
+    In the backward of a loss that is not finite, nothing else begins with finite operands.
+    """
+    broken = {event.step for event in case.events if event.forward_finite is False}
+    return born.names[2] == "forward" or born.step in broken
 
 
 def _is_of_rounding(examined: ExaminedArgument, case: Case) -> bool:
