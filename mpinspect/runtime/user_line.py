@@ -120,6 +120,11 @@ def users_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def is_users(frame: FrameType) -> bool:
+    """Return whether a frame is of the user's code, and not of the interpreter's own that starts a program."""
+    return _package(frame) not in _BETWEEN and not frame.f_code.co_filename.startswith("<frozen ")
+
+
 def _package(frame: FrameType) -> str:
     # With `python -m mpinspect` ``__name__`` is "__main__", but ``__package__`` is still "mpinspect".
     name = frame.f_globals.get("__package__") or frame.f_globals.get("__name__") or ""

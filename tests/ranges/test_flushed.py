@@ -507,17 +507,37 @@ def only_finite(mean, norm):
         (only_finite, {}, False),
         # It ends with the next finite number.
         (torch.minimum, {"skips_from": 0}, False),
+        # It is set to infinity on purpose, as at the start of an epoch.
+        (lambda mean, norm: mean.fill_(torch.inf), {}, False),
+        # It is made anew from a number of the script.
+        (lambda mean, norm: torch.tensor(torch.inf) + 0 * norm, {}, False),
         # It is only printed, or becomes infinite in the step itself.
         (lambda mean, norm: 0.9 * mean + 0.1 * norm, {"compares": False}, False),
         (lambda mean, norm: 0.9 * mean + 0.1 * norm, {"skips_from": 11}, False),
     ],
-    ids=["new", "in place", "only finite", "minimum", "not compared", "last step"],
+    ids=["new", "in place", "only finite", "minimum", "filled", "made anew", "not compared", "last step"],
 )
 def test_a_kept_number_that_stays_infinite_is_named(average, given, is_named):
     found = averaged(average, **given)
     assert ("kept-number-not-finite" in found) is is_named
     if is_named:
         assert (found["kept-number-not-finite"].step, found["kept-number-not-finite"].severity) == (5, "warning")
+
+
+def test_a_bias_of_one_element_with_an_infinite_gradient_is_no_kept_number():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Inspector(model, optimizers=optimizer, second=range(2, 8)) as inspector:
+        for step in range(8):
+            optimizer.zero_grad()
+            (model(torch.randn(3, 4)).sum() * (torch.inf if step == 5 else 1.0)).backward()
+            size = model.bias.grad.abs()
+            if size > 1e6:
+                optimizer.zero_grad()
+            optimizer.step()
+    assert float(size) < 1e6
+    assert "kept-number-not-finite" not in by_id(inspector)
 
 
 def test_a_run_with_casts_to_fp8_does_not_compute_in_fp32_alone():

@@ -155,7 +155,9 @@ class Dispatcher(Guarded):
                 self._runs_again()
             if not layer.path:
                 self._has_run = self.clock.model_ran = True
-                self.clock.left_out.forward_ran(keep_caller())
+                caller = keep_caller()
+                if torch.is_grad_enabled():
+                    self.clock.left_out.forward_ran(caller)
         if not recomputed and not self._choice.takes(layer.path):
             return
         call = Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch)

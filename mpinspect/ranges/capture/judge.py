@@ -282,7 +282,8 @@ class Judge:
         )
         losses = (value for reading, value in zip(log.readings, largest, strict=True) if reading.what == LOSS)
         finite = [loss for loss in losses if math.isfinite(loss) and loss != NOT_READ]
-        if finite:
+        # Of values on devices, only those of steps that broke are read.
+        if finite and not log.is_on_devices:
             self._loss_level.add(max(finite))
 
     def _is_block(self, module: str, calls: list[culprit.CallRecord]) -> bool:

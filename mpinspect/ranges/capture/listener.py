@@ -150,7 +150,7 @@ class Listener(Guarded):
 
     @entrance
     def gradients_asked_for(self, outputs: Any, inputs: Any, makes_graph: Any) -> None:
-        """Pass the losses of a backward by ``torch.autograd.grad`` that trains this model and makes no graph of its own."""
+        """Pass the losses of a ``torch.autograd.grad`` that asks for parameters' gradients and makes no graph of them."""
         if self._dispatcher.at_work and not makes_graph and self._optimizers.watched(tensors_in(inputs)):
             self.backward_called(outputs)
 

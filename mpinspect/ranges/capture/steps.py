@@ -18,7 +18,7 @@ from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
 from mpinspect.runtime.meter import Meter
-from mpinspect.runtime.user_line import innermost_line
+from mpinspect.runtime.user_line import innermost_line, is_users
 
 #: Maximum number of micro-batches per step without a known optimizer, even without an update, to bound the memory.
 _MOST_MICRO_BATCHES = 256
@@ -366,11 +366,12 @@ class ForwardsLeftOut:
 
     def forward_ran(self, frame: FrameType | None) -> None:
         """Handle a forward of the whole model that this frame has called; None if it is not known."""
-        back = frame and frame.f_back
-        self._place = frame and (frame.f_code, frame.f_lineno, back and back.f_code, back and back.f_lineno)
-        if self._place in self._trained:
-            self.number += 1
-            self.lines = tuple(map(innermost_line, filter(None, (frame, back))))
+        callers = [each for each in (frame, frame and frame.f_back) if each is not None and is_users(each)]
+        self._place = tuple((each.f_code.co_filename, each.f_lineno) for each in callers)
+        is_trained = self._place in self._trained
+        self.number += is_trained
+        if is_trained and self.number >= _FEWEST_OF_STOPPED:
+            self.lines = tuple(map(innermost_line, callers))
 
     def backward_runs(self) -> None:
         """Handle a backward of the model."""

@@ -92,6 +92,7 @@ class Choices:
         exact: torch.Tensor,
         table: torch.Tensor | None,
         describe: _Describe,
+        hardly_matters: Callable[[], bool],
     ) -> None:
         """Compare the integers or the mask that an operator has made with the exact ones. Waits for the device.
 
@@ -100,10 +101,11 @@ class Choices:
             value, exact: the integers or the mask, and those that it makes of exact arguments.
             table: the sorted numbers that were searched; None for other operators.
             describe: makes a record of a class at this line, with figures.
+            hardly_matters: whether the choice is one between near equals.
         """
         differ = value != exact
         changed, of = float(differ.count_nonzero()), value.numel()
-        if of < _FEWEST or changed < _LEAST_CHANGED * of:
+        if of < _FEWEST or changed < _LEAST_CHANGED * of or hardly_matters():
             return
         worst = int((value.float() - exact.float()).abs().argmax())
         figures = {"given": float(value.flatten()[worst]), "exact": float(exact.flatten()[worst])}
@@ -139,12 +141,15 @@ def is_near_tie(scores: torch.Tensor, chosen: torch.Tensor, best: torch.Tensor, 
         chosen, best: the places that rounded scores and exact ones choose.
         dim: the dimension in which they choose; without a number, all scores have one choice.
     """
-    if not isinstance(dim, int) or scores.shape[dim] < 2:
+    if not isinstance(dim, int) or not scores.dim() or scores.shape[dim] < 2:
         return False
     rows = scores.movedim(dim, -1)
     places = (each.reshape(rows.shape[:-1])[..., None] for each in (chosen, best))
     taken, wanted = (rows.gather(-1, each)[..., 0] for each in places)
-    regret = ((wanted - taken).abs() / rows.std(-1))[wanted != taken]
+    # A mask's infinities are no spread.
+    spread = rows.where(rows.isfinite(), torch.nan)
+    deviation = (spread - spread.nanmean(-1, keepdim=True)).square().nanmean(-1).sqrt()
+    regret = ((wanted - taken).abs() / deviation)[wanted != taken]
     return bool(regret.numel()) and float(regret.mean()) < _LEAST_REGRET
 
 

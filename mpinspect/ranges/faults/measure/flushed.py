@@ -180,12 +180,14 @@ class Flushes:
         """
         is_lost = (value.float() == 0) & (source != 0)
         lost, of = int(is_lost.sum()), int(torch.count_nonzero(source))
-        if not lost:
+        is_forward = torch._C._current_autograd_node() is None
+        rows = _vanishing_rows(is_lost, source) if lost and is_forward else 0.0
+        if (lost < _NEARLY_ALL * of and rows < _VANISHING_ROWS) or not lost:
             return
         sizes = source.detach().float().abs()
         flushed = sizes * is_lost
         is_whole = lost >= _NEARLY_ALL * of and float(flushed.sum()) >= _MOST_OF_SUM * float(sizes.sum())
-        rows = 0.0 if is_whole or torch._C._current_autograd_node() is not None else _vanishing_rows(is_lost, source)
+        rows *= not is_whole
         if is_whole or rows >= _VANISHING_ROWS:
             figures = {"flushed": lost / of, "elements": float(of), "largest": float(flushed.max()), "rows": rows}
             record = describe(FlushedResult, **figures)
@@ -278,7 +280,7 @@ def _together(records: list[FlushedResult]) -> FlushedResult:
         flushed=sum(each.flushed * each.elements for each in records) / elements,
         elements=elements,
         largest=max(each.largest for each in records),
-        rows=max(each.rows for each in records),
+        rows=min(each.rows for each in records),
         times=sum(each.times for each in records),
     )
 

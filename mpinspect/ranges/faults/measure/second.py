@@ -561,12 +561,10 @@ class SecondComputation:
         if operator not in CHOOSING | _DECIDING:
             return
         for value, wanted in zip(leaves([result]), leaves([exact]), strict=True):
-            is_choice = is_integer(value) or value.dtype is torch.bool
-            dim = (*given, None, None)[1]
-            if is_choice and operator in BEST and is_near_tie(pending.arguments[0][0], value, wanted, dim):
-                continue
-            if is_choice:
-                self._choices.chosen(given[0], value, wanted, table, describe)
+            if is_integer(value) or value.dtype is torch.bool:
+                dim = (*given, None)[1] if operator in BEST else None
+                hardly_matters = partial(is_near_tie, pending.arguments[0][0], value, wanted, dim)
+                self._choices.chosen(given[0], value, wanted, table, describe, hardly_matters)
 
     def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, inherited: float) -> None:
         """Record a result that is mostly the error of its inputs; ``inherited``: its error relative to the exact one's norm."""

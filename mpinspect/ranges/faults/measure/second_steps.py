@@ -147,8 +147,9 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._attempt(second.after, pending, result, sys._getframe(1))
         if self._powers is not None:
             self._attempt(self._powers.ran, func, args, kwargs, result, sys._getframe(1), self._running.in_optimizer)
-        if self._stuck is not None and not self._running.in_optimizer and torch._C._current_autograd_node() is None:
-            self._attempt(self._stuck.ran, func, args, kwargs, result, sys._getframe(1))
+        if self._stuck is not None:
+            is_aside = self._running.in_optimizer or torch._C._current_autograd_node() is not None
+            self._attempt(self._stuck.ran, func, args, kwargs, result, sys._getframe(1), is_aside)
         return result
 
     def stop(self) -> None:

@@ -20,7 +20,13 @@ from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.storages import StorageReference, has_storage, storage_key
 from mpinspect.runtime.user_line import innermost_line
 
-_COMPARISONS = frozenset({"gt", "ge", "lt", "le"})
+aten = torch.ops.aten
+
+_COMPARISONS = frozenset({aten.gt, aten.ge, aten.lt, aten.le})
+#: Operators in place after which a number that is not finite was not finite before either, if their operands are.
+_ARITHMETIC = frozenset({aten.add_, aten.sub_, aten.mul_, aten.div_, aten.lerp_, aten.addcmul_})
+#: Operators that make a tensor of the script's own number, and have it as their argument.
+_CONSTANTS = frozenset({aten.lift_fresh, aten.lift_fresh_copy})
 
 
 class _Kept(NamedTuple):
@@ -33,7 +39,8 @@ class _Kept(NamedTuple):
 class StuckNumbers:
     """Follows numbers from before the step that are infinite or NaN into the numbers that the step computes from them.
 
-    A tensor's constants, such as a mask's -inf, are no numbers, and a minimum that begins at infinity ends with the first loss.
+    Only tensors of one element are followed: a mask has infinities on purpose. A minimum that begins at infinity is not reported,
+    since the first loss ends it.
 
     Args:
         module: returns the dotted path of the module that is running.
@@ -42,27 +49,41 @@ class StuckNumbers:
     def __init__(self, module: Callable[[], str]) -> None:
         self._module = module
         #: By storage made in this step: whether its number follows from a broken one from before the step.
-        self._made: Marks[tuple[bool]] = Marks()
+        self._made: Marks[bool] = Marks()
         self._kept: list[_Kept] = []
         self._is_compared = False
 
-    def ran(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, frame: FrameType) -> None:
-        """Follow an operator of the loop's own code or of a forward; ``frame`` is its caller's. Waits for the device."""
+    def ran(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        frame: FrameType,
+        is_aside: bool,
+    ) -> None:
+        """Follow an operator. Waits for the device.
+
+        Args:
+            frame: its caller's.
+            is_aside: whether it ran in a backward or an optimizer's step, whose results are of this step.
+        """
+        operator, results = func.overloadpacket, _tensors([result])
+        if is_aside or operator in _CONSTANTS:
+            for value in results:
+                self._made.put(value, False)
+            return
         operands = _tensors((*args, *kwargs.values()))
         keys = {storage_key(each) for each in operands}
         numbers = [each for each in operands if _is_number(each)]
-        for value in _tensors([result]):
-            is_new = storage_key(value) not in keys
-            if is_new or func._schema.is_mutable:
-                is_stuck = len(numbers) == len(operands) and self._is_stuck(value, numbers, is_new)
-                if is_stuck:
-                    names = (func.overloadpacket.__name__, innermost_line(frame), "forward")
-                    is_nan, dtype = math.isnan(float(value.detach())), dtype_name(value.dtype)
-                    record = StuckNumber(name=self._module(), names=names, text=dtype, is_nan=is_nan)
-                    self._kept.append(_Kept(StorageReference(value), record))
-                if is_new:
-                    self._made.put(value, (is_stuck,))
-        if func.overloadpacket.__name__ in _COMPARISONS and any(self._is_from_before(each) for each in numbers):
+        for value in results:
+            is_new, is_stuck = storage_key(value) not in keys, False
+            if len(numbers) == len(operands) and _is_number(value) and (is_new or func._schema.is_mutable):
+                is_stuck = self._is_stuck(value, numbers, is_new or operator not in _ARITHMETIC)
+                self._keep(value, (operator.__name__, innermost_line(frame), "forward"), is_stuck)
+            if is_new:
+                self._made.put(value, is_stuck)
+        if operator in _COMPARISONS and any(map(self._is_from_before, numbers)):
             self._is_compared = True
 
     def records(self) -> list[StuckNumber]:
@@ -70,20 +91,28 @@ class StuckNumbers:
         kept = [each.record for each in self._kept if not each.number.expired()]
         return kept[-1:] if self._is_compared else []
 
-    def _is_stuck(self, value: torch.Tensor, numbers: list[torch.Tensor], is_new: bool) -> bool:
+    def _keep(self, value: torch.Tensor, names: tuple[str, ...], is_stuck: bool) -> None:
+        """Record a number that stays broken; forget it once it is written otherwise."""
+        reference = StorageReference(value)
+        self._kept = [each for each in self._kept if each.number.key != reference.key]
+        if is_stuck:
+            is_nan, dtype = math.isnan(float(value.detach())), dtype_name(value.dtype)
+            record = StuckNumber(name=self._module(), names=names, text=dtype, is_nan=is_nan)
+            self._kept.append(_Kept(reference, record))
+
+    def _is_stuck(self, value: torch.Tensor, numbers: list[torch.Tensor], is_made_of_others: bool) -> bool:
         """Return whether a number is broken because of one from before the step, and of nothing else."""
-        if not _is_number(value) or _is_finite(value):
+        if _is_finite(value):
             return False
-        others = [each for each in numbers if each is not value]
-        broken = [each for each in others if not _is_finite(each)]
-        if not is_new and not broken:
-            # Written in place: only its former value can have been broken.
-            return self._made.of(value) in (None, (True,))
+        broken = [each for each in numbers if each is not value and not _is_finite(each)]
+        if not is_made_of_others and not broken:
+            # Only its former value can have been broken.
+            return self._made.of(value) is not False
         return bool(broken) and all(map(self._is_from_before, broken))
 
     def _is_from_before(self, number: torch.Tensor) -> bool:
-        """Return whether a broken number is older than the step, or follows from such a one."""
-        return not _is_finite(number) and self._made.of(number) in (None, (True,))
+        """Return whether a number is broken and older than the step, or follows from such a one."""
+        return self._made.of(number) is not False and not _is_finite(number)
 
 
 def _tensors(given: Iterable[Any]) -> list[torch.Tensor]:

@@ -210,12 +210,12 @@ class _Outliers(Sentences):
     )
     AGAIN = "The same holds for {further:count further step} among those examined."
     LEAVE_OUT = (
-        "Leave out samples with values beyond 65504. Or clamp or standardise the model's input; no loss scale repairs a "
-        "forward."
+        "Leave out samples with values beyond 65504. You can also clamp or standardise the model's input. No loss scale repairs "
+        "a forward."
     )
     LEAVE_LOSSES_OUT = (
-        "Leave samples beyond 65504 out of the loss. Or clamp or standardise the model's input; no loss scale repairs a "
-        "forward."
+        "Leave samples beyond 65504 out of the loss. You can also clamp or standardise the model's input. No loss scale repairs "
+        "a forward."
     )
 
 
@@ -705,8 +705,9 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
         return
     first = min(grown, key=lambda each: each.step)
     at_once = [each for each in grown if each.step == first.step]
-    # A scaler may have skipped forwards that broke earlier.
-    in_trouble = [event for event in case.events if broken and event.phase == "forward"] + broken
+    # A scaler may have skipped forwards before in which an operation was out of range.
+    skipped = [event for event in case.events if broken and event.skipped and _has_singularity(case, event.step)]
+    in_trouble = [event for event in skipped if event.phase == "forward"] + broken
     before = min((event.step for event in in_trouble), default=case.progress.steps)
     ratio = max(each.ratio for each in at_once)
     if first.step > before or (_has_singularity(case, before) and ratio < 2.0 ** (first.step + 1)):

@@ -121,8 +121,8 @@ class _Stopped(Sentences):
         "from there had one: the loop leaves the step between forward and backward."
     )
     READ_THE_NUMBER = (
-        "Read the number by which the loop decides that, such as a divergence, a norm or a loss, and compute it in FP32, with "
-        "all that it is computed from: in 16 bits the difference of large numbers is mostly rounding error."
+        "Print the number by which the loop decides that, such as a divergence, a norm or a loss. Compute it and its inputs in "
+        "FP32: in 16 bits the difference of large numbers is mostly rounding error."
     )
     ZERO_FIRST_IN_LOOP = "# first in the loop, before any continue\n# and before {at_forward}\noptimizer.zero_grad()"
 

@@ -172,7 +172,6 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
     first = first_event(case, "forward" if is_of_loss else "backward")
     further = further_lines(case, born) if born.largest else []
     is_later, layer, step = beginning(born, first)
-    began = Born.FIRST.when(is_of_loss) or Born.FIRST_OF_BACKWARD
     yield found_at(
         born,
         (
@@ -181,7 +180,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             Born.OF_BOUND.when(bound),
             Born.OF_EXPONENT.when(born.exponent),
             Born.FURTHER.when(further),
-            began.when(is_later),
+            (Born.FIRST.when(is_of_loss) or Born.FIRST_OF_BACKWARD).when(is_later),
         ),
         fix,
         code,

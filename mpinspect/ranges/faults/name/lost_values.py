@@ -235,8 +235,8 @@ def _sum_stops(case: Case) -> Iterator[Found]:
 
 class _Stuck(Sentences):
     STAYS = (
-        "In step {step}, in {place}, {operator} computes a number that the loop keeps from step to step: it was {broken} before "
-        "the step, and so it stays. The loop compares it, and such a comparison has the same result in every step."
+        "In step {step}, in {place}, {operator} computes a number that the loop keeps from step to step. It was not finite "
+        "before the step, and is {broken} now. The loop compares it, and such a comparison has the same result in every step."
     )
     SINCE = "The gradients of step {skipped}, which the scaler skipped, were not finite either."
     ONLY_FINITE = "Update such a number with finite values alone, and not in a step that the scaler skips."
