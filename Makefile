@@ -28,7 +28,7 @@ demo: $(VENV)/.package ## train a small language model with the inspector on, th
 	$(BIN)/mpinspect demo --curves
 
 .PHONY: test
-test: $(VENV)/.dev $(VENV)/.counting $(VENV)/.js ## run the tests, the README's and the docs' code among them
+test: $(VENV)/.dev $(VENV)/.js ## run the tests, the README's and the docs' code among them
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(IN_PARALLEL) --assert=plain $(ARGS) || { $(EXPLAINED); exit 1; }
 
 # pytest needs half a minute in each process to rewrite the assertions, so only those that failed are run with their values.
@@ -54,20 +54,19 @@ ARITHMETIC := tests/runtime/test_emulation.py tests/runtime/test_bit_identity.py
 .PHONY: test-processors
 test-processors: .test-avx2 .test-sse ## the arithmetic's tests again, with older processors' instructions and other numbers of threads
 
-# One process each: make --jobs=2 runs both at a time. The other tests run with one thread.
+# One process each: make --jobs=2 runs both at a time.
 .PHONY: .test-avx2
-.test-avx2: $(VENV)/.dev $(VENV)/.counting
-	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q $(ARITHMETIC)
+.test-avx2: $(VENV)/.dev
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(ARITHMETIC)
 
 .PHONY: .test-sse
-.test-sse: $(VENV)/.dev $(VENV)/.counting
+.test-sse: $(VENV)/.dev
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest -q $(ARITHMETIC)
 
-# dist is for a release: it builds in environments of its own and trains the demo again, which the tests do too. Processors without
-# AVX2 are left to test-processors.
+# dist is for a release: it builds in environments of its own and trains the demo again, which the tests do too.
 .PHONY: check
-check: ## all that CI runs: lint, docs, the arithmetic with AVX2's instructions, test
-	$(MAKE) --jobs=5 --output-sync=target .test-avx2 lint docs $(VENV)/.js
+check: $(VENV)/.dev ## all that CI runs: lint, docs, test-processors, test
+	$(MAKE) --jobs=5 --output-sync=target test-processors lint docs $(VENV)/.js
 	$(MAKE) test
 
 .PHONY: lint
@@ -169,20 +168,13 @@ $(VENV)/.package: $(VENV)/.torch pyproject.toml
 	@$(PIP) -e .
 	@touch $@
 
-$(VENV)/.cpu: $(VENV)/.torch pyproject.toml
-	@echo "installing mpinspect into $(VENV)"
+# Compiling what counts takes one core as long as installing the rest takes the other. Tests compile what is missing.
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo "installing mpinspect and what its tests and its documentation need into $(VENV)"
 	@$(PIP) -e '.[cpu]'
+	@$(BIN)/python -c 'from mpinspect.counting.fastest import warm_up; warm_up(compile_here=True)' & \
+		$(PIP) -e '.[dev,docs]' && wait
 	@touch $@ $(VENV)/.package
-
-$(VENV)/.dev: $(VENV)/.cpu
-	@echo "installing what mpinspect's tests and its documentation need into $(VENV)"
-	@$(PIP) -e '.[dev,docs]'
-	@touch $@
-
-# It takes one core as long as installing the rest, lint and docs take the other. Tests compile what is missing.
-$(VENV)/.counting: $(VENV)/.cpu
-	@$(BIN)/python -c 'from mpinspect.counting.fastest import warm_up; warm_up(compile_here=True)'
-	@touch $@
 
 # TypeScript checks the types in the page's scripts, axe-core whether everyone can read the page. Without npm, or where no registry
 # answers, those tests are skipped.

@@ -445,7 +445,8 @@ class StepsStopped(Record, kind="steps-stopped"):
 
 
 class ForwardsLeft(Record, kind="forwards-left"):
-    """Forwards at the run's end that no backward followed. ``names``: the line that called the model, and its caller's.
+    """Forwards at the run's end that no backward followed. ``names``: the line that called the model, and that of its caller
+    unless a library or the interpreter called it.
 
     Args:
         forwards: their number.

@@ -22,7 +22,8 @@ from mpinspect.runtime.user_line import innermost_line, is_users
 
 #: Maximum number of micro-batches per step without a known optimizer, even without an update, to bound the memory.
 _MOST_MICRO_BATCHES = 256
-#: Steps have stopped after this many backwards without one, and this many times as many as in any step before.
+#: Steps have stopped after this many backwards without one, and this many times as many as in any step before. Backwards have
+#: stopped after as many forwards.
 _FEWEST_OF_STOPPED, _MANY_TIMES = 12, 4
 
 
@@ -110,8 +111,8 @@ class StepClock:
         self.forward_kind: tuple[str, Hashable] = ("", None)
         #: The names of the losses' last operations.
         self.loss_kind: Hashable = None
-        self.loss_level = LossLevel()
-        self.left_out = ForwardsLeftOut()
+        #: The jumps of the loss, as far as it is read on the host, and the forwards that no backward has followed.
+        self.loss_level, self.left_out = LossLevel(), ForwardsLeftOut()
         #: Forwards since the running step of an optimizer began: calls of its closure. None outside of such a step.
         self._closures: int | None = None
         #: Whether closures of any step were called more often than they are observed.
@@ -420,8 +421,8 @@ class _KindsOf:
 
 
 class Kinds:
-    """Detects steps of a new kind, as in a new phase of training: longer sequences, another loss or precision, or a loss that
-    has jumped, or the steps after a skipped one.
+    """Detects steps of a new kind, as in a new phase of training: longer sequences, another loss or precision, a loss that has
+    jumped, or the steps after the first late skip.
 
     A kind counts only if it stays: batches of ever new lengths never do, nor does the smaller batch that ends an epoch.
     """

@@ -104,10 +104,9 @@ def asked_for(layers: Sequence[LayersRecord]) -> tuple[str, ...]:
 
 def _of_torchao() -> Iterator[type]:
     """Yield the classes of configurations, converted modules and weights in torchao's imported modules."""
-    # A list of the pairs would be thousands of new tuples, for which Python searches the whole process for garbage.
-    for path in list(sys.modules):
+    for path, module in list(sys.modules.items()):
         if path.startswith("torchao."):
-            attributes = getattr(sys.modules.get(path), "__dict__", {})
+            attributes = getattr(module, "__dict__", {})
             found = (attributes.get(name) for name in (*_TORCHAO_CONFIGS, *_CONVERTED))
             yield from (kind for kind in found if isinstance(kind, type))
 

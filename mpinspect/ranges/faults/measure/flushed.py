@@ -21,6 +21,7 @@ from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.loaded_states import cast_to_half, was_loaded
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
+from mpinspect.ranges.faults.measure.operands import is_in_forward
 from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import (
     DividedInHalf,
@@ -180,17 +181,16 @@ class Flushes:
         """
         is_lost = (value.float() == 0) & (source != 0)
         lost, of = int(is_lost.sum()), int(torch.count_nonzero(source))
-        is_forward = torch._C._current_autograd_node() is None
-        rows = _vanishing_rows(is_lost, source) if lost and is_forward else 0.0
-        if (lost < _NEARLY_ALL * of and rows < _VANISHING_ROWS) or not lost:
+        are_most = 0 < _NEARLY_ALL * of <= lost
+        rows = _vanishing_rows(is_lost, source) if lost and is_in_forward() else 0.0
+        if not are_most and rows < _VANISHING_ROWS:
             return
         sizes = source.detach().float().abs()
         flushed = sizes * is_lost
-        is_whole = lost >= _NEARLY_ALL * of and float(flushed.sum()) >= _MOST_OF_SUM * float(sizes.sum())
-        rows *= not is_whole
+        is_whole = are_most and float(flushed.sum()) >= _MOST_OF_SUM * float(sizes.sum())
         if is_whole or rows >= _VANISHING_ROWS:
-            figures = {"flushed": lost / of, "elements": float(of), "largest": float(flushed.max()), "rows": rows}
-            record = describe(FlushedResult, **figures)
+            figures = {"flushed": lost / of, "elements": float(of), "largest": float(flushed.max())}
+            record = describe(FlushedResult, rows=0.0 if is_whole else rows, **figures)
             line = record.names[1]
             self.casts[line] = _together([*filter(None, [self.casts.get(line)]), record])
 
@@ -224,12 +224,9 @@ class Flushes:
     def read_by_loop(self, number: torch.Tensor, exact: torch.Tensor | None) -> None:
         """Record flushed values whose sum the loop reads as a zero that its exact number is not. Waits for the device."""
         origin = self._of.of(number) if self._of else None
-        if (
-            origin is not None
-            and exact is not None
-            and not float(number.detach())
-            and (wanted := float(exact.detach()))
-        ):
+        if origin is None or exact is None or float(number.detach()):
+            return
+        if wanted := float(exact.detach()):
             self.taken.append(replace(origin, exact=wanted))
 
     def added(self, given: Iterable[Any], value: torch.Tensor, exact: torch.Tensor) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -96,13 +97,31 @@ class Running(Protocol):
         """Whether the model runs for evaluation: in eval mode without gradients."""
 
 
+class Follower(Protocol):
+    """Follows all operators of a step, and makes records of them. Waits for the device."""
+
+    def ran(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        frame: FrameType,
+        in_optimizer: bool,
+    ) -> None:
+        """Follow one operator; ``frame`` is its caller's."""
+
+    def records(self) -> Sequence[Record]:
+        """Return the records, once the step has ended."""
+
+
 class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs every operator unchanged, then has it computed a second time and its loss scale followed.
 
     Args:
         second: computes the operators of forwards and backwards, and its ``of_optimizer`` those of an optimizer.
         running: knows the running modules.
-        powers: sees all operators, the optimizer's too.
+        followers: see all operators, the optimizer's too.
         failed: called with an exception of either, which then sees no more; None lets it pass.
     """
 
@@ -113,13 +132,12 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         second: SecondComputation,
         running: Running,
-        powers: PowersOfScale | None = None,
+        followers: Sequence[Follower] = (),
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._second: SecondComputation | None = second
-        self._powers = powers
-        self._stuck: StuckNumbers | None = None
+        self._followers = followers
         self._running, self._failed = running, failed
         self._process = os.getpid()
 
@@ -145,16 +163,13 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if second is not None and pending:
             self._attempt(second.after, pending, result, sys._getframe(1))
-        if self._powers is not None:
-            self._attempt(self._powers.ran, func, args, kwargs, result, sys._getframe(1), self._running.in_optimizer)
-        if self._stuck is not None:
-            is_aside = self._running.in_optimizer or torch._C._current_autograd_node() is not None
-            self._attempt(self._stuck.ran, func, args, kwargs, result, sys._getframe(1), is_aside)
+        for each in self._followers:
+            self._attempt(each.ran, func, args, kwargs, result, sys._getframe(1), self._running.in_optimizer)
         return result
 
     def stop(self) -> None:
         """Pass everything on from now on."""
-        self._second = self._powers = self._stuck = None
+        self._second, self._followers = None, ()
 
     def leave(self) -> bool:
         """Stop, and exit the mode. Return False while a mode of the script is above it on this thread's stack."""
@@ -204,9 +219,9 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         is_compiled: bool,
         by_hand: bool = False,
     ) -> None:
-        powers = None if is_compiled else PowersOfScale(running.path, parameters)
-        super().__init__(WholeStep(running.path, parameters, buffers, by_hand), running, powers, failed)
-        self._stuck = StuckNumbers(running.path)
+        self._powers = None if is_compiled else PowersOfScale(running.path, parameters)
+        followers = [each for each in (self._powers, StuckNumbers(running.path)) if each is not None]
+        super().__init__(WholeStep(running.path, parameters, buffers, by_hand), running, followers, failed)
         self._thread = threading.get_ident()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -225,17 +240,16 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
 
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         """Follow the loss scale from here."""
-        if self._powers is not None and threading.get_ident() == self._thread:
+        if self._powers is not None and self._followers and threading.get_ident() == self._thread:
             self._powers.scaled(scaler, given, scaled)
 
     def end(self) -> tuple[list[Record], str]:
         """Stop; return the records, and a sentence on the operators that were left out. Waits for the device."""
-        second, powers, stuck = self._second, self._powers, self._stuck
+        second, followers = self._second, self._followers
         self.stop()
         if second is None:
             return [], ""
-        others = [*(powers.records() if powers else ()), *(stuck.records() if stuck else ())]
-        return [*second.records(), *others], second.left_out()
+        return [*second.records(), *(record for each in followers for record in each.records())], second.left_out()
 
 
 class SecondSteps(Guarded):

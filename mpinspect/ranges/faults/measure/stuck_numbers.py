@@ -14,6 +14,7 @@ import torch
 
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.operands import is_in_forward
 from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import StuckNumber
 from mpinspect.runtime.outputs import leaves
@@ -60,16 +61,12 @@ class StuckNumbers:
         kwargs: dict[str, Any],
         result: Any,
         frame: FrameType,
-        is_aside: bool,
+        in_optimizer: bool,
     ) -> None:
-        """Follow an operator. Waits for the device.
-
-        Args:
-            frame: its caller's.
-            is_aside: whether it ran in a backward or an optimizer's step, whose results are of this step.
-        """
+        """Follow an operator; ``frame`` is its caller's. Waits for the device."""
         operator, results = func.overloadpacket, _tensors([result])
-        if is_aside or operator in _CONSTANTS:
+        # Gradients and updates are of this step.
+        if in_optimizer or not is_in_forward() or operator in _CONSTANTS:
             for value in results:
                 self._made.put(value, False)
             return
@@ -80,7 +77,12 @@ class StuckNumbers:
             is_new, is_stuck = storage_key(value) not in keys, False
             if len(numbers) == len(operands) and _is_number(value) and (is_new or func._schema.is_mutable):
                 is_stuck = self._is_stuck(value, numbers, is_new or operator not in _ARITHMETIC)
-                self._keep(value, (operator.__name__, innermost_line(frame), "forward"), is_stuck)
+                self._forget(value)
+            if is_stuck:
+                names = (operator.__name__, innermost_line(frame), "forward")
+                is_nan, dtype = math.isnan(float(value.detach())), dtype_name(value.dtype)
+                record = StuckNumber(name=self._module(), names=names, text=dtype, is_nan=is_nan)
+                self._kept.append(_Kept(StorageReference(value), record))
             if is_new:
                 self._made.put(value, is_stuck)
         if operator in _COMPARISONS and any(map(self._is_from_before, numbers)):
@@ -91,14 +93,9 @@ class StuckNumbers:
         kept = [each.record for each in self._kept if not each.number.expired()]
         return kept[-1:] if self._is_compared else []
 
-    def _keep(self, value: torch.Tensor, names: tuple[str, ...], is_stuck: bool) -> None:
-        """Record a number that stays broken; forget it once it is written otherwise."""
-        reference = StorageReference(value)
-        self._kept = [each for each in self._kept if each.number.key != reference.key]
-        if is_stuck:
-            is_nan, dtype = math.isnan(float(value.detach())), dtype_name(value.dtype)
-            record = StuckNumber(name=self._module(), names=names, text=dtype, is_nan=is_nan)
-            self._kept.append(_Kept(reference, record))
+    def _forget(self, value: torch.Tensor) -> None:
+        """Forget what was recorded of a number that is written."""
+        self._kept = [each for each in self._kept if each.number.key != storage_key(value)]
 
     def _is_stuck(self, value: torch.Tensor, numbers: list[torch.Tensor], is_made_of_others: bool) -> bool:
         """Return whether a number is broken because of one from before the step, and of nothing else."""

@@ -269,7 +269,7 @@ class _Flush(Sentences):
     )
     ROWS = (
         "In step {step}, in {place}, a cast to {dtype:format} with one scale for all rows flushes nearly all values of "
-        "{rows:percent} of the rows to zero: others are so much larger. The lost values are up to {largest:.2g}."
+        "{rows:percent} of the rows to zero: others are so much larger. Its lost inputs are up to {largest:.2g}."
     )
     SCALE_ROWS = (
         "Scale each row by its own largest magnitude before the cast, and divide the product's rows by the scales."
@@ -335,13 +335,13 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
     divided = {each.text for each in case.recorded(DividedInHalf)}
     for flushed in by_place(case.recorded(FlushedResult), "flushed"):
         if flushed.text not in _FP8_TYPES and flushed.taken is None and flushed.names[1] not in divided:
-            is_of_log = any(flushed.names[3:])
-            is_read = flushed.exact is not None
-            taken = _Flush.OF_LOGARITHM.when(is_of_log) or _Flush.READ.when(is_read)
-            taken = taken or _Flush.TAKEN.when(not optimizer_of(flushed))
-            words, code = {"count": int(flushed.elements)}, _Flush.FLOAT.when(not is_of_log and not is_read)
-            code = code or _Flush.WIDE_SUM.when(is_read)
-            yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, code or (), words)
+            taken, code = _Flush.TAKEN.when(not optimizer_of(flushed)), _Flush.FLOAT
+            if flushed.exact is not None:
+                taken, code = _Flush.READ, _Flush.WIDE_SUM
+            if is_of_log := any(flushed.names[3:]):
+                taken = _Flush.OF_LOGARITHM
+            words = {"count": int(flushed.elements)}
+            yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, () if is_of_log else code, words)
 
 
 def _casts_flush(case: Case) -> Iterator[Found]:
