@@ -399,6 +399,16 @@ def test_an_infinity_of_the_precision_is_distinguished_from_one_of_the_data():
     assert (alike.names[0], alike.elements) == ("div", 2.0)
 
 
+def test_a_logarithm_of_a_flushed_probability_leads_to_the_operator_that_flushed_it():
+    # The logits' rounding makes most of the probabilities' relative error, but a logarithm of these would be finite.
+    with Twice() as second:
+        logits = 2000 * torch.linspace(1.0003, 1.0203, 8).half()
+        (-logits.softmax(0).unsqueeze(1)[:4].float().log()).mean()
+    (born,) = records(second, BornInfinite)
+    assert born.names[0] == "log"
+    assert born.names[4] == "_softmax"
+
+
 def test_each_line_on_which_an_operator_overflows_by_itself_is_recorded_once():
     with Twice() as second:
         x = torch.full((4,), 14.0).half()

@@ -105,7 +105,7 @@ class Broken:
             figures["exponent"], line = self._exponent
         elif is_in_forward() and not largest:
             given = [each for each in leaves(pending.given[0]) if has_numbers(each) or is_decision(each)]
-            names = self._origins.of(given)
+            names = self._origins.of_zeros(operands, where) or self._origins.of(given)
             if not names and value.dtype not in NARROW:
                 names, figures["is_last"] = self._last_narrow(given), 1.0
         elif is_in_forward() and (near := self._origins.of_overflow(operands, largest)):

@@ -78,11 +78,21 @@ class Origins:
     def __init__(self) -> None:
         self._errors: Marks[Origin] = Marks()
         self._near: Marks[Near] = Marks()
+        #: The names of the operator that made FP16's zeros of other numbers.
+        self._zeros: Marks[tuple[str, ...]] = Marks()
 
     def of(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """Return the names of the operator that made most of the error of the tensor that is furthest off; () without one."""
         worst = self._worst(tensors)
         return worst.names if worst is not None and worst.share > _MOST else ()
+
+    def of_zeros(self, operands: Iterable[torch.Tensor], where: torch.Tensor) -> tuple[str, ...]:
+        """Return the names of the operator that flushed an operand at one of these elements of a result; () without one."""
+        for each in operands:
+            names = self._zeros.of(each)
+            if names is not None and each.shape == where.shape and bool((each[where] == 0).any()):
+                return names
+        return ()
 
     def _worst(self, tensors: Iterable[torch.Tensor]) -> Origin | None:
         return max(filter(None, map(self._errors.of, tensors)), key=lambda each: each.error.of_each, default=None)
@@ -125,6 +135,7 @@ class Origins:
         """
         if value.dtype is torch.float16:
             self._near.put(value, self._nearness(operands, value, names))
+        self._zeros.put(value, self._flushed_by(operands, value, twin, local, names))
         error, measure = _error(value, twin), _measure(operator)
         if not error[measure]:
             self._errors.put(value, None)
@@ -146,6 +157,23 @@ class Origins:
             # So this operator's own error is due to it as well: an element-wise result has the widest dtype of its operands.
             share += part
         self._errors.put(value, Origin(first, share, error))
+
+    def _flushed_by(
+        self,
+        operands: list[torch.Tensor],
+        value: torch.Tensor,
+        twin: torch.Tensor,
+        local: Callable[[], torch.Tensor],
+        names: Callable[[], tuple[str, ...]],
+    ) -> tuple[str, ...] | None:
+        """Return the names of the first operator that flushed an element which is still zero; None without one."""
+        before = next(filter(None, map(self._zeros.of, operands)), None)
+        if before is None and value.dtype is not torch.float16:
+            return None
+        lost = (value == 0) & (twin != 0)
+        if not bool(lost.any()):
+            return None
+        return before or (names() if bool(local()[lost].any()) else None)
 
     def _nearness(
         self, operands: list[torch.Tensor], value: torch.Tensor, names: Callable[[], tuple[str, ...]]
