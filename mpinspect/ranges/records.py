@@ -187,6 +187,20 @@ class BrokenWeights(Record, kind="broken-weights"):
     of: float
 
 
+class BrokenState(Record, kind="broken-state"):
+    """An optimizer's state of a weight that held infinities or NaNs.
+
+    ``names``: the optimizer's class and the state's name. ``text``: its dtype.
+
+    Args:
+        broken: how many of its elements are infinite or NaN.
+        of: how many it has.
+    """
+
+    broken: float
+    of: float
+
+
 class BrokenElsewhere(Record, kind="broken-elsewhere"):
     """Weights outside of the model, in the graph of a loss that was not finite, that held infinities or NaNs.
 
@@ -262,6 +276,7 @@ class ChangedBeforeStep(Change, kind="changed-before-step"):
         nans: how many were not finite after the change.
         masters: True if the gradients are compared with master weights' gradients.
         multiplied_by: the constant factor that the loop itself (not a scaler) applied to the loss; None without one.
+        largest: the largest magnitude after the change; None in sessions of earlier versions.
     """
 
     zeroed: float
@@ -270,6 +285,7 @@ class ChangedBeforeStep(Change, kind="changed-before-step"):
     masters: bool | None = None
     nans: float | None = None
     multiplied_by: float | None = None
+    largest: float | None = None
 
 
 class SteppedBesideScaler(Record, kind="stepped-beside-scaler"):
@@ -906,9 +922,9 @@ class AmplifiedError(Record, kind="second-amplified"):
     Args:
         before, after: relative errors of the inputs and of the result.
         gradients_error: the largest relative error of a weight's gradient, of all arithmetic together.
-        largest, unit: of a difference of large whole numbers, rounded before the step, the largest one and the distance of
+        largest, unit: of a difference of numbers that were rounded before the step, the largest one and the distance of
             neighbouring numbers there; None otherwise, where the error is measured.
-        typical: the median of such differences that are not zero.
+        typical: the median of such differences that are not zero; of 16-bit data, the root mean square of all.
     """
 
     before: float
@@ -917,6 +933,19 @@ class AmplifiedError(Record, kind="second-amplified"):
     largest: float | None = None
     unit: float | None = None
     typical: float | None = None
+
+
+class InaccurateGradients(Record, kind="second-gradients"):
+    """Weights' gradients that are mostly rounding error, with the operator whose line raises errors most.
+
+    Args:
+        error: the norm of the error of all gradients together, relative to that of the exact ones.
+        off, of: the number of weights whose own gradient is off by half its size, and the number of all compared.
+    """
+
+    error: float = 0.0
+    off: float = 0
+    of: float = 0
 
 
 class ChangedIntegers(Record, kind="second-integers"):
@@ -998,9 +1027,9 @@ class RoundedBound(Record, kind="second-bound"):
 class MixedPowers(Record, kind="mixed-powers"):
     """A sum of two terms that carry different powers of the loss scale, or a number that limits a scaled value.
 
-    Its text says where: "accumulated" (by two backwards), "gradient", "optimizer", "number" (one term is a number), "values",
-    "backward", "limit". Its names are the operator, the line, and the parameters in which gradients were accumulated; or the
-    function whose backward made a constant.
+    Its text says where: "accumulated" (by two backwards), "gradient", "optimizer", "state" (a tensor that the optimizer takes),
+    "number" (one term is a number), "values", "backward", "limit". Its names are the operator, the line, and the parameters in
+    which gradients were accumulated; or the function whose backward made a constant.
 
     Args:
         first, second: the powers of the two terms.

@@ -245,6 +245,8 @@ class Watcher(Guarded):
             self._patches.remove()
             parts = self._parts
             if parts is None:
+                for sentence in self._preparation.absorbed() if self._preparation is not None else ():
+                    self.seen.note(sentence)
                 return Recordings()
             parts.attaching.give_up()
             parts.one_step.give_up()

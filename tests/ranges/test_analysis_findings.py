@@ -513,7 +513,8 @@ def test_lost_updates_are_a_warning_only_if_the_weights_have_that_format(lost, d
     ("effects", "severity"),
     [
         ({1: (2.0, 1.97)}, "info"),
-        ({1: (2.0, 1.9)}, "warning"),
+        ({1: (2.0, 1.92)}, "info"),
+        ({1: (2.0, 1.88)}, "warning"),
         ({1: (-1.0, 1.0)}, "warning"),
         # The second one stands for 900 steps, the first one for 99.
         ({1: (9.0, 9.0), 100: (0.01, 0.0)}, "info"),

@@ -389,6 +389,70 @@ def norm_compared_undivided(training):
     training.step()
 
 
+class Curvature(torch.optim.Optimizer):
+    """Divides by squares of gradients, which the loop has it measure in a backward of their own."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.squares = {each: torch.zeros_like(each) for each in self.param_groups[0]["params"]}
+
+    @torch.no_grad()
+    def measure(self, factor=1.0):
+        for parameter, squares in self.squares.items():
+            squares.mul_(0.9).addcmul_(parameter.grad, parameter.grad, value=factor)
+
+    @torch.no_grad()
+    def step(self):
+        for parameter, squares in self.squares.items():
+            parameter.sub_(parameter.grad / (squares + 1.0))
+
+
+def measure_first(training, divide):
+    training.scaler.scale(training.loss()).backward()
+    divide()
+    training.optimizer.zero_grad()
+    ordinary(training)
+
+
+def squares_of_scaled(training):
+    measure_first(training, training.optimizer.measure)
+
+
+def squares_divided_by_hand(training):
+    measure_first(training, lambda: training.optimizer.measure(1 / training.scaler.get_scale() ** 2))
+
+
+def squares_of_divided(training):
+    def divide():
+        for parameter in training.model.parameters():
+            parameter.grad.div_(training.scaler.get_scale())
+        training.optimizer.measure()
+
+    measure_first(training, divide)
+
+
+@pytest.mark.parametrize("scale", [4096.0, 64.0])
+def test_squares_of_scaled_gradients_that_an_optimizer_takes_are_found(scale):
+    (mixed,) = Training(Curvature, scale).followed(squares_of_scaled)
+    assert (mixed.text, mixed.first, mixed.second) == ("state", 0.0, 2.0)
+
+
+@pytest.mark.parametrize("step", [squares_divided_by_hand, squares_of_divided])
+def test_squares_that_were_divided_are_not_found(step):
+    assert Training(Curvature).followed(step) == []
+
+
+def test_squares_that_no_optimizer_takes_are_not_found():
+    squares = torch.zeros(16, 8)
+
+    def logged_by_hand(training):
+        training.scaler.scale(training.loss()).backward()
+        squares.addcmul_(training.model[0].weight.grad, training.model[0].weight.grad)
+        training.step()
+
+    assert Training().followed(logged_by_hand) == []
+
+
 FAULTY = {
     clamped_in_hooks: ("limit", {1.0, 0.0}),
     clamped_in_place_after_the_backward: ("limit", {1.0, 0.0}),

@@ -202,3 +202,18 @@ def test_nothing_is_computed_twice_while_a_graph_is_captured(tmp_path, monkeypat
         _trained()
     assert (_errors(run), run.seen.notes) == ([], [])
     del table
+
+
+@pytest.mark.parametrize(("dtype", "size", "is_told"), [(torch.bfloat16, 1e-3, True), (torch.float32, 1e-3, False)])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_loop_without_a_backward_is_told_of_additions_without_effect(dtype, size, is_told, in_place, tmp_path):
+    weight = torch.linspace(1.0, 2.0, 256).to(dtype)
+    with watched(tmp_path) as run:
+        for sign in (1, -1) * 40:
+            if in_place:
+                weight.add_(torch.ones(256).to(dtype), alpha=sign * size)
+            else:
+                weight = weight + (sign * size * torch.ones(256)).to(dtype)
+    told = [each for each in run.seen.sentences() if "left 100% of the elements as they were" in each]
+    assert len(told) == is_told
+    assert all("in BF16" in each and "80 additions" in each and "test_preparation.py:" in each for each in told)

@@ -244,8 +244,8 @@ def _values(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 class RarerWork:
-    """The work of a loop that most steps do not have: calls of the model without gradients, and writes to frozen weights and
-    buffers. A tensor that two steps in a row have written is no longer searched.
+    """The work of a loop that most steps do not have: calls of the model without gradients, further backwards, and writes to
+    frozen weights and buffers. A tensor that two steps in a row have written is no longer searched.
 
     Args:
         clock: the run's step clock, which counts the calls.
@@ -265,9 +265,16 @@ class RarerWork:
         #: Each tensor with its version, and whether the last step wrote it.
         self._searched = [(weakref.ref(each), each._version, False) for each in itertools.islice(plain, _MOST_SEARCHED)]
         self._writes = 0
+        #: All backwards before this step, the fewest of a step, and the steps that had more.
+        self._backwards, self._fewest, self._with_more = clock.backwards, math.inf, 0
 
     def amount(self) -> int:
-        """Return, at a step's end, the number so far of forwards without gradients and of written buffers and frozen weights."""
+        """Return, at a step's end, the number so far of forwards without gradients, of steps with further backwards, and of
+        written buffers and frozen weights.
+        """
+        backwards, self._backwards = self._clock.backwards - self._backwards, self._clock.backwards
+        self._fewest = min(self._fewest, backwards or math.inf)
+        self._with_more += backwards > self._fewest
         left = []
         for reference, version, was_written in self._searched:
             tensor = reference()
@@ -276,4 +283,4 @@ class RarerWork:
                 self._writes += is_written
                 left.append((reference, tensor._version, is_written))
         self._searched = left
-        return self._clock.calls_without_gradient + self._writes
+        return self._clock.calls_without_gradient + self._with_more + self._writes

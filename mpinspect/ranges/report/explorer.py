@@ -141,7 +141,8 @@ def data(report: RangeReport, notes: ModuleNotes = NO_NOTES, name: str = "", cha
         "model": printable(name or report.session.info.model),
         "format": first.format,
         "opening": _opening(report, first),
-        "suggested": _suggested(report),
+        # No loss scale repairs a run that broke for another reason.
+        "suggested": _suggested(report) if first.has_curve or not report.events else None,
         "own": power_of(own or 1.0),
         "collapsed": has_collapsed,
         "windows": {

@@ -110,7 +110,7 @@ class Broken:
                 names, figures["is_last"] = self._last_narrow(given), 1.0
         elif is_in_forward() and (near := self._origins.of_overflow(operands, largest)):
             names, figures["near"] = near.names, near.largest
-        self.born.append(self._at_its_maker(describe(BornInfinite, line, *names, **figures)))
+        self.born.append(self.at_its_maker(describe(BornInfinite, line, *names, **figures)))
 
     def _last_narrow(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """Return the operator, line, module and dtype of the last operator in 16 bits before some tensors; () if unknown."""
@@ -120,7 +120,7 @@ class Broken:
                 return *maker, "", dtype_name(dtype)
         return ()
 
-    def _at_its_maker(self, record: Any) -> Any:
+    def at_its_maker(self, record: Any) -> Any:
         """Return a record of a backward with the operator of the forward and its line, without a line if that is not known."""
         node = torch._C._current_autograd_node()
         if node is None:

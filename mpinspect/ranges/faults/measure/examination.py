@@ -8,6 +8,7 @@ only after a step with an infinity or NaN in the forward, at most three times.
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.graph import graph, numel_of
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
+from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.loss_terms import operations
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent, norms
@@ -40,6 +42,7 @@ from mpinspect.ranges.kinds import ACTIVATION
 from mpinspect.ranges.records import (
     BrokenElsewhere,
     BrokenLoss,
+    BrokenState,
     BrokenWeights,
     Examined,
     ExaminedArgument,
@@ -62,6 +65,8 @@ _MOST_NODES, _NEAREST_NODES = 20_000, 48
 _MOST_ELEMENTS = 1 << 16
 #: Maximum number of examined steps.
 _MOST_EXAMINED = 3
+#: Maximum number of a weight's states that are read.
+_MOST_STATES = 16
 #: A weight is recorded once its norm has grown by this factor since the first step.
 _GROWN = 16.0
 #: Maximum number of rows of each weight compared after measured steps. Once these have grown, the whole weights are compared.
@@ -231,6 +236,7 @@ class Examination(Measuring):
         self._zero = {name for name, norm in norms.items() if not norm}
         if broken := _broken(norms):
             self._record_names(BrokenWeights(step=step, names=broken, of=len(norms)))
+            self._tell_states(step, broken[0])
             # Non-finite weights explain every later infinity or NaN, so the examination ends.
             self._examined = _MOST_EXAMINED
             return
@@ -257,6 +263,16 @@ class Examination(Measuring):
             alike = sorted(node._sequence_nr() for node in nodes if node.name() == found.node)
             call = (alike.index(found.order), len(alike)) if found.order in alike else None
             self._found.append((found, frozenset(before), call))
+
+    def _tell_states(self, step: int, weight: str) -> None:
+        """Record, of a weight that is not finite, the optimizers' states: how many of their elements are not."""
+        parameter = next(each.parameter for each in self._parameters if each.name == weight)
+        for optimizer in self._optimizers.living():
+            states = ((name, each) for name, each in states_of(optimizer, parameter).items() if is_plain(each))
+            for name, state in itertools.islice(states, _MOST_STATES):
+                broken, of = int((~state.isfinite()).sum()), state.numel()
+                names, dtype = (type(optimizer).__name__, str(name)), dtype_name(state.dtype)
+                self._record(BrokenState(name=weight, step=step, names=names, text=dtype, broken=broken, of=of))
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the learning rates."""

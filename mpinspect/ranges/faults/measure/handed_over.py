@@ -386,6 +386,7 @@ def _changed_before_step(
         sum_of_squares=math.fsum(part.sum_of_squares() for part in seen.moments[moment]),
         not_finite=len(_broken(before)),
         nans=len(_broken(after)),
+        largest=max(filter(math.isfinite, after.values()), default=0.0),
         **figures,
     )
 

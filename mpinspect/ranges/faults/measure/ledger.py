@@ -40,6 +40,8 @@ class Ledger(Measuring):
         #: Found at the end of the first measured step, when the hooks that sum gradients are in place.
         self._summed_in: tuple[str, ...] | None = None
         self._gradients: Counter[str] = Counter()
+        #: As of the last measured step: a model whose training is over may be cast, to be a frozen part of another one.
+        self._weights: Counter[str] = Counter()
         #: Dtypes in the order of observation (dicts as ordered sets).
         self._autocast: dict[str, None] = {}
         self._outputs: dict[str, None] = {}
@@ -117,6 +119,7 @@ class Ledger(Measuring):
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the ledger as far as it is known."""
         if self.at_work:
+            self._weights = _elements(watched.parameter for watched in self._parameters)
             self._tell()
 
     def run_ends(self) -> None:
@@ -131,7 +134,7 @@ class Ledger(Measuring):
     def _tell(self) -> None:
         self._recording.dtypes(
             Precision(
-                _elements(watched.parameter for watched in self._parameters),
+                self._weights or _elements(watched.parameter for watched in self._parameters),
                 dict(self._gradients),
                 tuple(self._autocast),
                 tuple(self._outputs),

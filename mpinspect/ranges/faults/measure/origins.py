@@ -206,14 +206,14 @@ def _own(error: Error, before: float, measure: int, value: torch.Tensor, local: 
 
 def _error(value: torch.Tensor, exact: torch.Tensor) -> Error:
     """Return a tensor's error. That of each element is at most its size: so a logarithm near zero does not hide the others."""
-    exact, off = _sample(exact), _sample(value) - _sample(exact)
+    exact, off = sample(exact), sample(value) - sample(exact)
     absolute = _mean(off)
     return Error(
         _mean((off / exact.abs().clamp_min(_TINY)).clamp_(-1, 1)), absolute / max(_mean(exact), _TINY), absolute
     )
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
+def sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return elements of a tensor, evenly spread, in FP32."""
     return tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLE)].float()
 

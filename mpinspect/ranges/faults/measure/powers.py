@@ -70,12 +70,15 @@ _LEAST_SCALE = 128.0
 
 
 class _Operator(NamedTuple):
-    """An operator that has run, by its name without the underscore of those in place, and its caller's frame."""
+    """An operator that has run, by its name without the underscore of those in place, with its caller's frame and the number by
+    which it multiplies what it adds.
+    """
 
     name: str
     args: tuple[Any, ...]
     frame: FrameType
     in_optimizer: bool
+    factor: Any = 1
 
 
 class PowersOfScale:
@@ -97,7 +100,8 @@ class PowersOfScale:
         self._numbers: set[float] = set()
         self._found: MixedPowers | None = None
         self._written: WrittenByLoop | None = None
-        #: Sums in gradients, by storage: they do no harm until a scaler divides the gradient or an optimizer takes it.
+        #: Sums in gradients and in tensors outside of autograd, by storage: they do no harm until an optimizer takes them, or a
+        #: scaler divides the gradient.
         self._in_gradients: dict[int, MixedPowers | None] = {}
         #: Storages whose values the step has divided by the scale.
         self._divided: set[int] = set()
@@ -137,14 +141,14 @@ class PowersOfScale:
         """Follow one operator; ``frame`` is its caller's."""
         if self._is_ours:
             return
-        name = func.overloadpacket.__name__
+        name, factor = func.overloadpacket.__name__, kwargs.get("alpha", kwargs.get("value", 1))
         if self._written is None and func._schema.is_mutable and not in_optimizer:
             self._write(name, args, frame)
         if self._found is not None:
             # Later sums follow from the first.
             return
         if in_optimizer or name == "_amp_foreach_non_finite_check_and_unscale_":
-            self._takes(_tensors(args))
+            self._takes(_tensors(args), in_optimizer)
         if name == "_local_scalar_dense":
             self._is_read |= self._power(args[0]) not in (0.0, ZERO)
         elif name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -154,9 +158,9 @@ class PowersOfScale:
             self._fused(_Operator(name, args, frame, in_optimizer), kwargs)
         elif name.startswith("_foreach_"):
             for row, each in rows(args, result):
-                self._one(_Operator(name.removeprefix("_foreach_"), row, frame, in_optimizer), each)
+                self._one(_Operator(name.removeprefix("_foreach_"), row, frame, in_optimizer, factor), each)
         elif not _is_view(func):
-            self._one(_Operator(name, args, frame, in_optimizer), result)
+            self._one(_Operator(name, args, frame, in_optimizer, factor), result)
 
     def records(self) -> list[Record]:
         """Return the first sum of terms with different powers, if any, and the loop's first own write to a weight."""
@@ -171,7 +175,7 @@ class PowersOfScale:
         results = _tensors(result)
         if name in _LIMITS and not operator.in_optimizer and self._power(args[0]) == 1.0:
             self._limited(operator, results[0])
-        terms, node = self._terms(name, args), torch._C._current_autograd_node()
+        terms, node = self._terms(operator), torch._C._current_autograd_node()
         power = _merged(*terms) if terms else self._result(name, args)
         if node is not None and name in _INDEPENDENT and power == 0.0:
             self._maker = node.name().removesuffix("Backward")
@@ -298,13 +302,17 @@ class PowersOfScale:
 
     # -- sums -------------------------------------------------------------------------------------------------------
 
-    def _terms(self, name: str, args: tuple[Any, ...]) -> tuple[Power, Power] | None:
+    def _terms(self, operator: _Operator) -> tuple[Power, Power] | None:
         """Return the powers of a sum's two terms; None if the operator is not a sum."""
+        name, args = operator.name, operator.args
         if name == "addcdiv":
             return self._term(args[0]), self._result("div", args[1:3])
         if name not in _SUMS:
             return None
-        factors = [self._term(args[place]) for place in _SUMS[name] if place < len(args)]
+        added = [args[place] for place in _SUMS[name] if place < len(args)]
+        factors = [self._term(each) for each in added]
+        if operator.factor != 1:
+            factors.append(self._factor(operator.factor, added[0]))
         return self._term(args[0]), functools.reduce(_times, factors)
 
     def _term(self, value: Any) -> Power:
@@ -329,6 +337,8 @@ class PowersOfScale:
             if self._found is not None and self._maker and not is_number:
                 names = (*self._found.names, self._maker)
                 self._found = replace(self._found, text="backward", names=names)
+        elif 0.0 in powers and all(isinstance(each, torch.Tensor) for each in terms):
+            self._in_gradients[storage_key(results[0])] = mixed("state", ())
 
     def _mixed(
         self, operator: _Operator, powers: tuple[Power, Power], kind: str, terms: tuple[Any, ...]
@@ -346,10 +356,11 @@ class PowersOfScale:
             second=second,
         )
 
-    def _takes(self, tensors: list[torch.Tensor]) -> None:
+    def _takes(self, tensors: list[torch.Tensor], in_optimizer: bool) -> None:
         """Record the sums in gradients that a scaler divides or an optimizer takes."""
         taken = [self._in_gradients.get(storage_key(each)) for each in tensors if has_storage(each)]
-        found = [each for each in taken if each is not None]
+        # A scaler's division of such a sum may be right: a tensor may hold scaled gradients of earlier steps.
+        found = [each for each in taken if each is not None and (in_optimizer or each.text != "state")]
         if found:
             self._found = replace(found[0], names=(*found[0].names, *dict.fromkeys(each.name for each in found)))
 

@@ -9,19 +9,31 @@ import ctypes
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 
-from mpinspect.ranges.faults.measure.operands import Pending, is_narrow, local_result, numbers_of
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.operands import (
+    ADDITIONS,
+    Pending,
+    has_numbers,
+    is_narrow,
+    local_result,
+    numbers_of,
+    summands,
+)
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
 from mpinspect.ranges.faults.measure.twins import Marks, distance, is_finite
 from mpinspect.ranges.records import BEFORE_STEPS, PreparedError, Record
+from mpinspect.reporting.words import format_name, number_of, percent
 from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.outputs import leaves
+from mpinspect.runtime.user_line import innermost_line
 
 #: Bytes of twins, seconds of ours, and operators of any dtype, after which nothing more is computed twice. A dispatch mode alone
 #: makes a small operator some ten times as slow.
@@ -32,6 +44,8 @@ _LEAST = 0.05
 _NEGLIGIBLE = 2.0**-11
 #: The least share of whole numbers that a cast changes.
 _CHANGED = 0.01
+#: The fewest additions at one line, and the share of elements without a change, of which a run without a training is told.
+_MANY_ADDITIONS, _MOSTLY = 64, 0.5
 #: The most operators that are recorded.
 _MOST = 3
 
@@ -51,6 +65,8 @@ class PreparedTensors(SecondComputation):
         #: The operators (name, line, module and dtype) to which tensors owe infinities and NaNs, or elements that were flushed.
         self._breaking: Marks[tuple[str, ...]] = Marks()
         self._flushing: Marks[tuple[str, ...]] = Marks()
+        #: By line and dtype, the additions, the elements that they were to change, and those that they left as they were.
+        self._added: defaultdict[tuple[str, torch.dtype], list[int]] = defaultdict(lambda: [0, 0, 0])
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
         """Prepare an operator's second run; operators on FP32 tensors without twins are left out."""
@@ -90,6 +106,12 @@ class PreparedTensors(SecondComputation):
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         super()._compare(pending, value, twin)
+        before = pending.given[0][0] if pending.old is None else pending.old
+        if pending.func.overloadpacket in ADDITIONS and is_narrow(value) and has_numbers(before):
+            is_changed = summands(pending, value)[1] != 0
+            of, unchanged = int(is_changed.sum()), int((is_changed & (value == before)).sum())
+            so_far = self._added[innermost_line(pending.frame), value.dtype]
+            so_far[:] = map(sum, zip(so_far, (1, of, unchanged), strict=True))
         broken = flushed = None
         if not is_finite(value) and is_finite(twin):
             broken = self._earlier(self._breaking, pending) or self._origin(pending, value)
@@ -112,6 +134,15 @@ class PreparedTensors(SecondComputation):
                 found[record.names] = max(known, record, key=_harm)
         self._end()
         return list(sorted(found.values(), key=_harm, reverse=True)[:_MOST])
+
+    def absorbed(self) -> list[str]:
+        """Return a sentence on each line whose many additions to 16-bit tensors left most elements as they were."""
+        return [
+            f"in {line}, {number_of(times, 'addition')} in {format_name(dtype_name(dtype))} left {percent(unchanged / of)} of "
+            "the elements as they were: half the distance of neighbouring numbers is larger. Keep such tensors in FP32"
+            for (line, dtype), (times, of, unchanged) in self._added.items()
+            if times >= _MANY_ADDITIONS and unchanged >= _MOSTLY * of > 0
+        ]
 
     def _of_result(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
         """Return the record of a tensor that was computed; None if it is close to its twin, or the twin is not finite either."""
@@ -196,6 +227,10 @@ class Preparation:
         self.end()
         tensors, self._tensors = self._tensors, None
         return [] if tensors is None else tensors.records()
+
+    def absorbed(self) -> list[str]:
+        """Return sentences on additions without effect, for a run in which no training was found."""
+        return [] if self._tensors is None else self._tensors.absorbed()
 
     def _exit_soon(self) -> None:
         """Exit the mode after the operator that runs: within it, torch has taken the mode off its stack."""

@@ -39,6 +39,10 @@ _LAST_EXACT = 2.0**24
 _LARGE, _ODD = 0.9, 0.05
 #: Maximum median of differences, in units of the distance of neighbouring numbers, that counts as lost.
 _FEW_UNITS = 16
+#: The bits after the first one of the 16-bit formats' numbers.
+_BITS = {torch.bfloat16: 7, torch.float16: 10}
+#: The same maximum for the root mean square of 16-bit data, whose rounding is a tenth of it, and that of all differences.
+_FEW_OF_DATA, _MOST_OF_DATA = 2, 32
 
 #: Operators whose result represents the same numbers. Views need no entry, since they share memory.
 _CARRYING = (
@@ -234,23 +238,28 @@ class RoundedNumbers:
             self._rounded.put(result, rounded)
 
 
-def coarse_difference(one: Any, other: Any, is_sum: bool) -> dict[str, float] | None:
-    """Return figures of a difference of FP32 numbers beyond 2^24 that is a few units in their last place; else None.
+def coarse_difference(one: Any, other: Any, is_sum: bool) -> tuple[torch.dtype, dict[str, float]] | None:
+    """Return the dtype of numbers whose difference is a few units in their last place, and figures of it; else None.
 
-    Numbers that were computed for a gradient are left out. Waits for the device.
+    These are FP32 numbers beyond 2^24; or many numbers with a fraction that were rounded to 16 bits, such as data, from which
+    fewer are subtracted, such as a mean. Numbers that were computed for a gradient are left out. Waits for the device.
 
     Args:
         one, other: the operands; tensors or numbers.
         is_sum: whether they are added, as a number and a negative one.
     """
     operands = [each for each in (one, other) if isinstance(each, torch.Tensor)]
-    if not operands or any(each.dtype != torch.float32 or each.requires_grad or not each.numel() for each in operands):
+    if any(each.requires_grad or not each.is_floating_point() or not _is_readable(each) for each in operands):
         return None
-    if (
-        not all(map(_is_readable, operands))
-        or is_capturing()
-        or any(each.numel() > _MOST_ELEMENTS for each in operands)
-    ):
+    if is_capturing() or any(not 0 < each.numel() <= _MOST_ELEMENTS for each in operands):
+        return None
+    subtracted = other.numel() if isinstance(other, torch.Tensor) else 1
+    if isinstance(one, torch.Tensor) and one.numel() >= max(_FEWEST, 2 * subtracted):
+        dtype = one.dtype if one.dtype in _BITS else _rounded_to(one)
+        if dtype is not None:
+            figures = _coarse_data(one, other, is_sum, _BITS[dtype])
+            return None if figures is None else (dtype, figures)
+    if not operands or any(each.dtype != torch.float32 for each in operands):
         return None
     given = [torch.as_tensor(each, dtype=torch.float32, device=operands[0].device) for each in (one, other)]
     # One element rejects nearly all tensors.
@@ -266,7 +275,32 @@ def coarse_difference(one: Any, other: Any, is_sum: bool) -> dict[str, float] | 
     is_rounded = any(float((each / unit % 2 == 1).float().mean()) >= _ODD for each in operands)
     if not is_rounded or not differences.numel() or float(typical := differences.median()) > _FEW_UNITS * unit:
         return None
-    return {"largest": largest, "unit": unit, "typical": float(typical)}
+    return torch.float32, {"largest": largest, "unit": unit, "typical": float(typical)}
+
+
+def _rounded_to(data: torch.Tensor) -> torch.dtype | None:
+    """Return the 16-bit dtype that holds all of these FP32 numbers; None if none does."""
+    # One element rejects nearly all tensors.
+    one = data[(-1,) * data.dim()]
+    return next(
+        (each for each in _BITS if bool(one == one.to(each)) and bool((data == data.to(each)).all())),
+        None,
+    )
+
+
+def _coarse_data(data: torch.Tensor, other: Any, is_sum: bool, bits: int) -> dict[str, float] | None:
+    """Return figures of data of a few bits from which few numbers are subtracted; the rest as of ``coarse_difference``."""
+    numbers, others = data.float(), torch.as_tensor(other, dtype=torch.float32, device=data.device)
+    largest = float(numbers.abs().max())
+    is_exact = bool((numbers == numbers.round()).all() | (numbers == numbers.min()).all())
+    if is_exact or not 0 < largest < math.inf:
+        return None
+    differences = (numbers + others if is_sum else numbers - others).abs()
+    unit = 2.0 ** (math.floor(math.log2(largest)) - bits)
+    typical = float(differences.square().mean().sqrt())
+    if not 0 < typical <= _FEW_OF_DATA * unit or float(differences.max()) > _MOST_OF_DATA * unit:
+        return None
+    return {"largest": largest, "unit": unit, "typical": typical}
 
 
 def _is_large(sizes: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ from mpinspect.ranges.faults.measure.choices import BEST, CHOOSING, ROUNDING, SE
 from mpinspect.ranges.faults.measure.edges import Edges, bounds_for_later
 from mpinspect.ranges.faults.measure.effects import Effects
 from mpinspect.ranges.faults.measure.flushed import DividedGradients, Flushes
+from mpinspect.ranges.faults.measure.growth import Growth
 from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
 from mpinspect.ranges.faults.measure.operands import (
     ADDITIONS,
@@ -68,6 +69,7 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     CastToFP8,
     ChangedIntegers,
+    InaccurateGradients,
     InfiniteDivisor,
     LostSum,
     NearestEnd,
@@ -133,6 +135,8 @@ _LOST = 0.03
 _LOSING = (LostSum, AbsorbedOperand, AmplifiedError)
 #: The least number of elements of a difference, which is judged by the norm of all its elements, such as one for each channel.
 _FEWEST_OF_ONE = 16
+#: The least error of all gradients together that is recorded.
+_OFF = 0.5
 #: The largest inherited error before a difference whose result is mostly error.
 _UNCANCELLED = 0.05
 #: A gradient of this part of the largest one, by root mean square, is zero but for rounding in FP32.
@@ -194,6 +198,7 @@ class SecondComputation:
         self._origins = Origins()
         self._broken = Broken(self._origins)
         self._effects = Effects()
+        self._growth = Growth()
         self._edges = Edges()
         self._additions = Additions(self._kept)
         #: The first difference of numbers too large for FP32 at each line.
@@ -258,14 +263,16 @@ class SecondComputation:
             self._found[InfiniteDivisor].append(record)
 
     def _subtract_large(self, func: Any, args: tuple[Any, ...]) -> None:
-        """Record a difference of numbers that FP32 had rounded before. Waits for the device."""
+        """Record a difference of numbers that a format had rounded before the step. Waits for the device."""
         is_sum = func.overloadpacket in (aten.add, aten.add_)
-        figures: Any = coarse_difference(args[0], args[1], is_sum)
-        if figures is not None:
-            line, half = innermost_line(sys._getframe()), figures["unit"] / 2
-            names = func.overloadpacket.__name__, line, self._phase
-            figures |= {"before": half / figures["largest"], "after": half / figures["typical"]}
-            record = AmplifiedError(name=self._module(), names=names, text="float32", **figures)
+        if isinstance(args[0], torch.Tensor) and self.twin(args[0]) is not None:
+            return
+        found = coarse_difference(args[0], args[1], is_sum)
+        if found is not None:
+            (dtype, figures), line = found, innermost_line(sys._getframe())
+            half, names = figures["unit"] / 2, (func.overloadpacket.__name__, line, self._phase)
+            more: Any = figures | {"before": half / figures["largest"], "after": half / figures["typical"]}
+            record = AmplifiedError(name=self._module(), names=names, text=dtype_name(dtype), **more)
             self._coarse.setdefault(line, record)
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
@@ -435,6 +442,7 @@ class SecondComputation:
                 # A mask's infinities hide no error of the other elements.
                 self._origins.passed_on(numbers_of(pending.given[0]), [value])
             return
+        self._growth.ran(numbers_of(pending.given[0]), value, twin, partial(self._raising, pending, value))
         if is_in_forward() and value.dtype is torch.float16 and value.numel():
             largest = float(value.abs().max())
             if self._nearest_end is None or largest > self._nearest_end.largest:
@@ -609,6 +617,12 @@ class SecondComputation:
         dtype = str(rounded).removeprefix("torch.")
         return kind(**{"name": module, "names": names, "text": dtype, **figures})
 
+    def _raising(self, pending: Pending, value: torch.Tensor) -> InaccurateGradients:
+        record: InaccurateGradients = self._record(pending, value, InaccurateGradients)
+        is_python = isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+        placed: InaccurateGradients = _at_its_line(record) if is_python else self._broken.at_its_maker(record)
+        return placed
+
     def takes(self, gradients: Iterable[Any]) -> None:
         """Search the gradients that an optimizer takes for zeros that FP16 has made outside of a backward."""
         with _disable_current_modes():
@@ -620,6 +634,7 @@ class SecondComputation:
     def records(self) -> list[Record]:
         """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
         worst, whose = self._gradients_error()
+        found_in_all = self._inaccurate_gradients()
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
@@ -661,18 +676,41 @@ class SecondComputation:
         if self._raised is not None and is_useless and not any(isinstance(each, _LOSING) for each in found):
             found.append(_with_gradients(self._raised, worst, whose))
         self._end()
-        return found
+        return [*found, *found_in_all]
+
+    def _inaccurate_gradients(self) -> list[InaccurateGradients]:
+        """Return a record of the error of all gradients together if it is large, and not of elements that became zero."""
+        sizes = {name: parameter.numel() ** 0.5 for name, parameter in self._parameters}
+        # Those of a compiled graph have no name.
+        compared = {name: each for name, each in self._errors_of_gradients().items() if name in sizes}
+        exact = math.hypot(*(size * sizes[name] for name, (_, size) in compared.items()))
+        off = math.hypot(*(error * size * sizes[name] for name, (error, size) in compared.items()))
+        error, zeroed = ratio(off, exact), math.hypot(*map(self._zeroed, (each for _, each in self._parameters)))
+        if not _OFF <= error < math.inf or zeroed >= off / 2:
+            return []
+        record = self._growth.most() or InaccurateGradients(names=("", "", ""), text=dtype_name(self._narrow))
+        mostly = sum(error >= _OFF for error, _ in compared.values())
+        return [replace(record, error=error, off=mostly, of=len(compared))]
+
+    def _zeroed(self, parameter: torch.nn.Parameter) -> float:
+        """Return the norm of the exact values of a gradient's elements that are zero in the run."""
+        twin = None if parameter.grad is None or not has_numbers(parameter.grad) else self.twin(parameter.grad)
+        return 0.0 if twin is None else float(twin[parameter.grad == 0].norm())
+
+    def _errors_of_gradients(self) -> dict[str, tuple[float, float]]:
+        """Return the relative error of each weight's gradient, and the root mean square of the exact one."""
+        return self._errors | {
+            name: self._error_and_size(parameter.grad)
+            for name, parameter in self._parameters
+            if parameter.grad is not None and has_numbers(parameter.grad) and self.twin(parameter.grad) is not None
+        }
 
     def _gradients_error(self) -> tuple[float | None, str]:
         """Return the largest relative error of a weight's gradient, and the weight; None if none can be compared.
 
         A gradient that is zero but for rounding, such as that of a key's bias before a softmax, is left out.
         """
-        found = self._errors | {
-            name: self._error_and_size(parameter.grad)
-            for name, parameter in self._parameters
-            if parameter.grad is not None and has_numbers(parameter.grad) and self.twin(parameter.grad) is not None
-        }
+        found = self._errors_of_gradients()
         if not found or not all(map(math.isfinite, itertools.chain(*found.values()))):
             # A loss scale that is still too high makes infinities, which hide all rounding errors.
             return None, ""

@@ -30,6 +30,8 @@ from mpinspect.reporting.words import filled
 
 #: Fewest backwards without an update that count as a training that never updates.
 _FEWEST_BACKWARDS = 3
+#: The least average number of backwards in a step, relative to those of steps that lose some.
+_USUALLY = 0.9
 #: Fewest steps that must leave the weights as they are.
 _FEWEST_STILL = 8
 #: Fewest backwards per step, on average, that count as several micro-batches.
@@ -39,8 +41,9 @@ _SEVERAL = 1.5
 _SOME_STILL, _MUCH_STILL = 0.05, 0.25
 #: The same at learning rates that are low but not 0.
 _MOSTLY_LOW = 0.5
-#: A smaller factor is not clipping: it makes the gradients too small to learn from.
-_NOTHING = 1e-6
+#: A smaller factor makes gradients too small to learn from, unless the largest one still has this magnitude, as after a clip of
+#: enormous gradients.
+_NOTHING, _SOMETHING = 1e-6, 1e-4
 
 
 # -- no update ----------------------------------------------------------------------------------------------------------
@@ -325,7 +328,7 @@ def _gone(case: Case) -> list[ChangedBeforeStep]:
         for each in case.recorded(ChangedBeforeStep)
         if each.zeroed >= MOST_LEFT_OVER * each.of
         # A copy may be divided by the loss scale on the way to a master.
-        or (0 < each.factor < _NOTHING and not each.masters)
+        or (0 < each.factor < _NOTHING and not each.masters and (each.largest or 0.0) < _SOMETHING)
     ]
 
 
@@ -383,14 +386,16 @@ def _why_not_finite(gone: ChangedBeforeStep) -> str:
 def _zeroed(case: Case) -> Iterator[Found]:
     """Gradients that were finite after the backward, and zero when the optimizer got them, or zeroed before the next backward.
 
-    Backwards are reported as lost if this is so in nearly all measured steps, each backward begins without gradients, the weights
-    are the same in all, no loss reaches other tensors, and the optimizer gets the gradients of the last backward.
+    Backwards are reported as lost if this is so in nearly all steps, each backward begins without gradients, the weights are the
+    same in all, no loss reaches other tensors, and the optimizer gets the gradients of the last backward.
 
     False alarms: Gradients that a script zeroes on purpose before a step (a warm-up that trains nothing) are reported. So is a
     loop that only reads the gradients of its earlier backwards in every step, such as their norms.
     """
     lost = list(case.recorded(LostBackwards))
-    if lost:
+    # Steps are measured at powers of two, where a loop may do work that other steps do not have.
+    usual = case.progress.backwards / max(case.progress.steps, 1)
+    if lost and usual >= _USUALLY * min(each.backwards for each in lost):
         says = (_Zeroed.BACKWARDS, _Zeroed.ONLY_THESE.when(lost[0].names))
         yield Found.of(case, lost, says, _Zeroed.ONCE_A_STEP, _Zeroed.ZERO_AFTER_STEP, is_mild=True)
     gone = _gone(case)

@@ -26,10 +26,12 @@ from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
     BornInfinite,
+    CalledLines,
     DividedInHalf,
     FlushedResult,
     FrozenBuffer,
     GrowingSum,
+    InaccurateGradients,
     LostSum,
     RoundedConstant,
     SaturatedCast,
@@ -43,6 +45,10 @@ _MOST_OF_IT = 0.25
 _MOSTLY = 0.5
 #: The root mean square of a branch that begins near zero on purpose, as LayerScale and zero-initialised adapters do, is smaller.
 _LEAST_BRANCH = 2.0**-6
+#: The error of all gradients together, relative to their size, from which on they hardly point anywhere.
+_AS_LARGE = 1.0
+#: The ids of findings that may follow from steps on wrong gradients, and from differences that are rounding error.
+_OF_WRONG_GRADIENTS = ("non-finite-event", "argument-out-of-range")
 #: More terms than a model has layers.
 _MANY = 128
 #: torch's dtypes of the FP8 formats.
@@ -73,7 +79,8 @@ def _sum_loses_terms(case: Case) -> Iterator[Found]:
         code = _Sum.CAST_INDEXED.when(operator.startswith(("index", "scatter", "embedding"))) or _Sum.CAST
         code = _Sum.CAST_PUT.when(operator.startswith("index_put")) or code
         fix = _Sum.IN_FP32.when(is_fault)
-        more = {"operator": lost.names[0], "is_mild": not is_fault}
+        is_grave = is_fault and _spoils_gradients(lost, case)
+        more = {"operator": lost.names[0], "is_mild": not is_fault, "is_grave": is_grave}
         yield found_at(lost, (_Sum.LOSES, also), fix, code.when(is_fault), words, **more)
 
 
@@ -109,7 +116,8 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
             # It has lost most of its terms, although it may have changed until it stopped. The branches of a model are few.
             is_fault = absorbed.times >= _MANY or not (absorbed.name and begins_near_zero)
             says, fix, code = _Absorbed.SUM_STOPS, _Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32
-        more = {"operator": "add", "is_mild": not is_fault}
+        is_grave = is_fault and _spoils_gradients(absorbed, case)
+        more = {"operator": "add", "is_mild": not is_fault, "is_grave": is_grave}
         yield found_at(absorbed, (says, also), fix.when(is_fault), code.when(is_fault), words, **more)
 
 
@@ -439,6 +447,13 @@ class _Left(Sentences):
         "neighbouring numbers lie {unit:g} apart. The differences are multiples of that, {typical:g} in the median: smaller "
         "ones were lost when the numbers became {dtype:format}."
     )
+    CLOSE_TOGETHER = (
+        "In step {step}, in {place}, numbers up to {largest:.4g} in {dtype:format} have a centre subtracted. Neighbouring "
+        "numbers lie {unit:g} apart there, and the differences have a root mean square of {typical:.2g}: what distinguishes the "
+        "numbers was lost when they became {dtype:format}."
+    )
+    BEFORE_THE_HALF = "Subtract in FP32, before the numbers are cast to {dtype:format}, and cast the difference."
+    STANDARDISED = "# where they are made, in FP32\nvalues = (values - mean) / std\nvalues = values.to(torch.{dtype})"
     BEFORE_THE_CAST = (
         "Subtract before the numbers are cast to {dtype:format}, in int64 or FP64, and cast the difference."
     )
@@ -461,8 +476,8 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
     gradients are off by as much as their size and nothing else explains it.
 
     False alarms: The error is measured. The severity is info if no weight's gradient is off by 10% and no infinity or NaN
-    follows, except for a difference in 16 bits outside of modules, as in a loss. Beyond 2^24 in FP32 the finding is inferred: the
-    numbers may be multiples of the format's spacing by chance.
+    follows, except for a difference in 16 bits outside of modules, as in a loss. The finding is inferred for data of 16 bits with
+    fractions, and beyond 2^24 in FP32: the numbers may be multiples of the format's spacing by chance.
     """
     first = first_event(case)
     flushed = _flushed_lines(case)
@@ -471,7 +486,10 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
         if cancelled.unit:
             source = case.session.source_of(cancelled.names[1])
             own = {"cast_difference": with_cast(source) or "difference = (x - y).float()"}
-            yield found_at(cancelled, _Left.LARGE_NUMBERS, _Left.BEFORE_THE_CAST, _Left.IN_INT64, own, is_inferred=True)
+            found = (_Left.LARGE_NUMBERS, _Left.BEFORE_THE_CAST, _Left.IN_INT64)
+            if cancelled.text in SIGNIFICAND_BITS:
+                found = (_Left.CLOSE_TOGETHER, _Left.BEFORE_THE_HALF, _Left.STANDARDISED)
+            yield found_at(cancelled, *found, own, is_inferred=True)
             continue
         operator = cancelled.names[0].rstrip("_")
         is_loss, is_difference = operator.endswith("_loss"), operator in ("add", "sub", "rsub")
@@ -484,7 +502,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             place = place_of(born)
             words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
             _, _, step = beginning(born, first)
-        off = f"{cancelled.after:.0%}" if cancelled.after < 10 else "more than 1,000%"
+        off = _percent_up_to(cancelled.after)
         origin = origin_of(cancelled)
         from_origin = _Left.ORIGIN_IN_FP32 if cancelled.names[2] == "backward" else Born.FROM_ORIGIN_IN_FP32
         fix = from_origin.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference or is_loss) or _Left.INPUT_IN_FP32
@@ -514,6 +532,11 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
         )
 
 
+def _percent_up_to(error: float) -> str:
+    """Return a relative error in words; a larger one than tenfold is no estimate of anything."""
+    return f"{error:.0%}" if error < 10 else "more than 1,000%"
+
+
 def _born_from(cancelled: AmplifiedError, case: Case) -> BornInfinite | None:
     """Return an infinity or NaN of the same module and step that the exact computation does not have, for its inputs' errors."""
     return next(
@@ -523,6 +546,54 @@ def _born_from(cancelled: AmplifiedError, case: Case) -> BornInfinite | None:
             if not born.largest and (born.name, born.step, born.names[2]) == (cancelled.name, cancelled.step, "forward")
         ),
         None,
+    )
+
+
+class _Inaccurate(Sentences):
+    MOSTLY_ERROR = (
+        "In step {step} the gradients of the weights are mostly rounding error: all together they are off by {off_by} of their "
+        "size, and {off:.0f} of {of:.0f} by half of it or more. The errors grow most in {place}, in {operator}."
+    )
+    SOMEWHERE = (
+        "In step {step} the gradients of the weights are mostly rounding error: all together they are off by {off_by} of their "
+        "size, and {off:.0f} of {of:.0f} by half of it or more."
+    )
+    LINE_IN_FP32 = "Compute this line in FP32, from values that were never rounded to {dtype:format}."
+    BY_PARTS = "Compute one part of the model after another in FP32, until the gradients agree."
+
+
+def _gradients_inaccurate(case: Case) -> Iterator[Found]:
+    """Gradients of the weights that are mostly rounding error, with the line at which the errors grow most.
+
+    It is an error if they are off by as much as their size.
+
+    False alarms: Gradients that cancel over a batch, as in a model that has converged, are small beside their rounding. So such
+    a step is reported only if it is the first one that was computed twice, or if there are two.
+    """
+    found, early = list(case.recorded(InaccurateGradients)), case.recorded(CalledLines)
+    if not found or (len(found) == 1 and any((each.step or 0) < (found[0].step or 0) for each in early)):
+        return
+    first = found[0]
+    others: tuple[LostSum | AbsorbedOperand | AmplifiedError, ...] = (
+        *case.recorded(LostSum),
+        *case.recorded(AbsorbedOperand),
+        *case.recorded(AmplifiedError),
+    )
+    if any(each.step == first.step and gradients_off(each)[0] for each in others):
+        return
+    says, fix = _Inaccurate.SOMEWHERE, _Inaccurate.BY_PARTS
+    if operator := first.names[0]:
+        says, fix = _Inaccurate.MOSTLY_ERROR, _Inaccurate.LINE_IN_FP32
+    words = {"off_by": _percent_up_to(first.error)}
+    code = Born.CAST_INPUTS.when(operator)
+    yield found_at(first, says, fix, code, words, is_grave=first.error >= _AS_LARGE, operator=operator)
+
+
+def _spoils_gradients(record: LostSum | AbsorbedOperand, case: Case) -> bool:
+    """Return whether an operator's line is the one that makes the gradients of its step as wrong as they are large."""
+    return any(
+        each.error >= _AS_LARGE and (each.step, each.names[1]) == (record.step, record.names[1])
+        for each in case.recorded(InaccurateGradients)
     )
 
 
@@ -540,15 +611,30 @@ FAULTS = (
     Fault("kept-number-not-finite", "warning", _number_stays_broken, (_Stuck,), checked=TWICE),
     Fault("operator-flushes", "warning", _operator_flushes, (_Flush,), checked=TWICE),
     Fault("cast-saturates", "warning", _cast_saturates, (_Saturated, _Flush), checked=TWICE),
-    Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, Gradients), checked=TWICE),
-    Fault("addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, Gradients), checked=TWICE),
+    Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, Gradients), _OF_WRONG_GRADIENTS, checked=TWICE),
+    Fault(
+        "addition-changes-nothing",
+        "warning",
+        _addition_changes_nothing,
+        (_Absorbed, Gradients),
+        _OF_WRONG_GRADIENTS,
+        checked=TWICE,
+    ),
     Fault("buffer-stops-changing", "warning", _sum_stops, (_Kept,), checked=TWICE),
     Fault(
         "result-is-rounding-error",
         "warning",
         _rounding_error_left,
         (_Left, Gradients),
-        ("non-finite-event", "argument-out-of-range"),
+        _OF_WRONG_GRADIENTS,
+        checked=TWICE,
+    ),
+    Fault(
+        "gradients-inaccurate",
+        "warning",
+        _gradients_inaccurate,
+        (_Inaccurate, Born),
+        _OF_WRONG_GRADIENTS,
         checked=TWICE,
     ),
 )

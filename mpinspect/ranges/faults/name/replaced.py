@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpinspect.ranges.analysis.evidence import survived
-from mpinspect.ranges.faults.name.case import Case, grouped
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
+from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_flushed
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
 from mpinspect.ranges.records import (
     BrokenElsewhere,
+    BrokenState,
     BrokenWeights,
     ReplacedBeforeStep,
     SteppedBesideScaler,
@@ -130,6 +132,55 @@ def _broken_by_loop(case: Case) -> Iterator[Found]:
         layer=broken.name,
         is_inferred=True,
         step=broken.step,
+    )
+
+
+class _ByStep(Sentences):
+    WRITTEN = (
+        "In step {before} the optimizer's own arithmetic made {weights:some 3} infinite or NaN: all gradients were finite until "
+        "then."
+    )
+    STATES = "Its states {broken:some 3} of {weight!r} hold infinities or NaNs too."
+    IN_16_BITS = "{optimizer} keeps {narrow:some 3} in {dtype:format}."
+    IN_FP32 = (
+        "Keep these states in FP32. Rounding can make a sum of squares zero, or a positive definite matrix indefinite, and its "
+        "root or inverse is then infinite or NaN."
+    )
+    LOOK = "Look at the divisions, roots and logarithms in the optimizer's step."
+    FLOAT = 'state["{first}"] = state["{first}"].float()'
+
+
+def _broken_by_step(case: Case) -> Iterator[Found]:
+    """Weights that became infinite or NaN in an optimizer's step on finite gradients.
+
+    False alarms: That the optimizer wrote them is inferred. Code between its step and the next forward may have done so.
+    """
+    broken, states = next(case.recorded(BrokenWeights), None), list(case.recorded(BrokenState))
+    if broken is None or not states or any(event.step < (broken.step or 0) for event in case.events):
+        return
+    if any(epsilon_zero(case)) or any(moments_flushed(case)):
+        return
+    narrow = [each for each in states if each.text in SIGNIFICAND_BITS]
+    held = [each.names[1] for each in states if each.broken]
+    words = {
+        "before": (broken.step or 0) - 1,
+        "weights": list(broken.names),
+        "weight": broken.name,
+        "broken": held,
+        "optimizer": states[0].names[0],
+        "narrow": [each.names[1] for each in narrow],
+        "dtype": narrow[0].text if narrow else "",
+        "first": narrow[0].names[1] if narrow else "",
+    }
+    yield Found(
+        (_ByStep.WRITTEN, _ByStep.STATES.when(held), _ByStep.IN_16_BITS.when(narrow)),
+        {**broken.figures, "names": list(broken.names[:MOST_NAMES]), "states": held},
+        words,
+        _ByStep.IN_FP32.when(narrow) or _ByStep.LOOK,
+        _ByStep.FLOAT.when(narrow),
+        layer=broken.name,
+        is_inferred=True,
+        step=(broken.step or 0) - 1,
     )
 
 
@@ -294,6 +345,7 @@ FAULTS = (
         (*_OF_BROKEN_WEIGHTS, "argument-out-of-range", "scaler-shared"),
         "warning",
     ),
+    Fault("weights-broken-by-step", "error", _broken_by_step, (_ByStep,), _OF_BROKEN_WEIGHTS),
     Fault("weights-broken-by-loop", "error", _broken_by_loop, (_Broken,), _OF_BROKEN_WEIGHTS, is_of_every_step=True),
     Fault(
         "scaler-step-missing",

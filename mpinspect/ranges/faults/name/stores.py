@@ -40,7 +40,7 @@ _DECOUPLED = ("AdamW", "Lion", "NAdamW", "Muon", "Adafactor")
 #: FP16 weights and no FP32 masters lost 87% of its updates, and its loss ended at 0.298 against 0.160.
 _LOST_TOLERANCE = 0.1
 #: Least decrease of the loss by rounded updates, as a part of that by the exact ones, that makes the lost ones information.
-_HARMLESS = 0.98
+_HARMLESS = 0.95
 #: Adam's largest update, as a multiple of the learning rate, is (1 - beta1) / sqrt(1 - beta2), 3.2 by default. Larger ones are
 #: a fault, and from the second number on an error.
 _LARGEST_UPDATE, _HUGE_UPDATE = 10.0, 100.0
@@ -137,7 +137,7 @@ def _updates_lost(case: Case) -> Iterator[Found]:
     with Kahan summation, which is recognised by a state whose values are rounding errors.
 
     It is an error if all weights are in 16 bits and rounding loses 99% of the updates, in five sampled steps or more. It is an
-    info if, in steps computed twice, the rounded updates lower the loss by at least 98% of the exact updates' decrease (to first
+    info if, in steps computed twice, the rounded updates lower the loss by at least 95% of the exact updates' decrease (to first
     order): the lost updates are small, or belong to few weights.
 
     False alarms: An optimizer that rounds stochastically with numbers of its own. Kahan summation whose state has another unit,

@@ -387,6 +387,10 @@ class _Mixed(Sentences):
         "In step {step} the optimizer takes a gradient of {parameters:some} that is too small by the loss scale of "
         "{loss_scale:scale}: the scaler divided it, and had not multiplied its loss."
     )
+    STATE = (
+        "In step {step}, in {place}, values computed from gradients that are still multiplied by the loss scale of "
+        "{loss_scale:scale} are added to a tensor that the optimizer takes: they are too large by {too_large:factor}."
+    )
     NUMBER = (
         "In step {step}, in {place}, a number is added to a value that is still multiplied by the loss scale of "
         "{loss_scale:scale}, or subtracted from it: gradients of a scaled output go into a loss undivided."
@@ -403,6 +407,10 @@ class _Mixed(Sentences):
     DIVIDE_ONCE = "Divide the gradients once, after the last backward of the step."
     SCALE_EACH = "Scale each loss."
     UNSCALE_FIRST = "Unscale the gradients before anything is added to them."
+    DIVIDE_FOR_STATE = (
+        "Divide such gradients by the loss scale before their values are kept. unscale_() may be called just once between two "
+        "updates of the scaler."
+    )
     DIVIDE = "Divide the gradients by the loss scale before the penalty, and scale the whole loss once."
     SCALE_MADE = (
         "Return the auxiliary loss and add it to the others, or multiply the gradient that is made by the loss scale."
@@ -412,6 +420,12 @@ class _Mixed(Sentences):
     UNSCALE_ONCE = "# once, after {last_backward}\nscaler.unscale_(optimizer)"
     BOTH_LOSSES = "scaler.scale(loss).backward()\nscaler.scale(other_loss).backward()"
     THEN_ADD = "# before it, once a step\nscaler.unscale_(optimizer)"
+    DIVIDE_BY_HAND = (
+        "# after their backward, before {line}\n"
+        "for p in model.parameters():\n"
+        "    if p.grad is not None:\n"
+        "        p.grad.div_(scaler.get_scale())"
+    )
     PENALTY = (
         "output = scaler.scale(output.sum())\n"
         "(scaled,) = torch.autograd.grad(\n"
@@ -430,6 +444,7 @@ _VARIANTS = {
     "divided": (_Mixed.DIVIDED, _Mixed.DIVIDE_ONCE, _Mixed.UNSCALE_ONCE),
     "gradient": (_Mixed.GRADIENT, _Mixed.UNSCALE_FIRST, _Mixed.THEN_ADD),
     "optimizer": (_Mixed.TOO_LARGE, _Mixed.ONCE, _Mixed.STEP),
+    "state": (_Mixed.STATE, _Mixed.DIVIDE_FOR_STATE, _Mixed.DIVIDE_BY_HAND),
     "number": (_Mixed.NUMBER, _Mixed.DIVIDE, _Mixed.PENALTY),
     "backward": (_Mixed.BACKWARD, _Mixed.SCALE_MADE, _Mixed.SUM),
     "values": (_Mixed.VALUES, _Mixed.SCALE_WHOLE, _Mixed.SUM),
@@ -452,7 +467,13 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
             says, fix, code = _Mixed.TOO_SMALL, _Mixed.SCALE_EACH, _Mixed.BOTH_LOSSES
         module = mixed.name and module_named(mixed.name)
         place = f"{module} ({line})" if module and line else module or line or "code outside of modules"
-        words = {"place": place, "parameters": parameters or [mixed.name]}
+        too_large = mixed.loss_scale ** (mixed.second or mixed.first)
+        words = {
+            "place": place,
+            "parameters": parameters or [mixed.name],
+            "too_large": too_large,
+            "line": line or "that",
+        }
         evidence = {"operator": operator, "line": line}
         yield Found.of(case, [mixed], says, fix, code, words=words, evidence=evidence, layer=mixed.name)
         return

@@ -1,0 +1,70 @@
+"""Sums up, line by line, how far operators raise the errors of their operands, in a step that is computed twice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from mpinspect.numeric.exponents import ratio
+from mpinspect.ranges.faults.measure.origins import sample
+from mpinspect.ranges.faults.measure.twins import Marks
+from mpinspect.ranges.records import InaccurateGradients
+
+#: The relative error of rounding once to BF16. Smaller errors are not followed.
+_ROUNDING = 2.0**-8
+#: Errors of this multiple of a result's size count as equal: a result that is all error has lost all that it had to lose.
+_ALL_ERROR = 2.0
+
+
+@dataclass(slots=True)
+class _Line:
+    """The operators of one line: the logarithm of the factor by which they raise errors, and the record of the worst one."""
+
+    growth: float
+    most: float
+    record: InaccurateGradients
+
+
+class Growth:
+    """Follows the relative error of tensors, by storage, through the operators of a forward and a backward."""
+
+    def __init__(self) -> None:
+        self._errors: Marks[float] = Marks()
+        self._lines: dict[tuple[str, ...], _Line] = {}
+
+    def ran(
+        self,
+        operands: Iterable[torch.Tensor],
+        value: torch.Tensor,
+        twin: torch.Tensor,
+        describe: Callable[[], InaccurateGradients],
+    ) -> None:
+        """Compare the error of a finite result with the largest one of its operands. Waits for the device.
+
+        Args:
+            operands: the operator's tensors.
+            value, twin: its result, and the exact one.
+            describe: makes a record of the operator at its line.
+        """
+        before = max([_ROUNDING, *filter(None, map(self._errors.of, operands))])
+        exact = sample(twin)
+        error = min(ratio(float((sample(value) - exact).norm()), float(exact.norm())), _ALL_ERROR)
+        # False for the NaN of a twin that is infinite.
+        is_off = error > _ROUNDING
+        self._errors.put(value, error if is_off else None)
+        if not is_off and before <= _ROUNDING:
+            return
+        growth = math.log2((error if is_off else _ROUNDING) / before)
+        record = describe()
+        line = self._lines.setdefault(record.names[1:3], _Line(0.0, growth, record))
+        line.growth += growth
+        if growth > line.most:
+            line.most, line.record = growth, record
+
+    def most(self) -> InaccurateGradients | None:
+        """Return the record of the line that raises errors most; None if none does."""
+        worst = max(self._lines.values(), key=lambda each: each.growth, default=None)
+        return worst.record if worst is not None and worst.growth > 1 else None

@@ -1,0 +1,190 @@
+"""Gradients that are mostly rounding error, weights that an optimizer's own arithmetic breaks, and data that 16 bits blur."""
+
+import pytest
+import torch
+from agreeing_reports import analyse
+from torch import nn
+
+from mpinspect import Inspector
+from mpinspect.ranges.session import Session
+
+
+def inspected(model, optimizer, step_of, steps=4, second=(1,)):
+    """Train under the inspector; ``step_of(step)`` returns the loss. Return the findings by id, and the session."""
+    with Inspector(model, optimizers=optimizer, second=second) as inspector:
+        for step in range(steps):
+            optimizer.zero_grad()
+            step_of(step).backward()
+            optimizer.step()
+    session: Session = inspector.session()
+    return {finding.id: finding for finding in analyse(session).findings}, session
+
+
+class Rebuilt(torch.autograd.Function):
+    """Doubles and halves its input some times in the backward; each subtraction of nearly equal numbers doubles the error."""
+
+    @staticmethod
+    def forward(ctx, x, times):
+        ctx.save_for_backward(x)
+        ctx.times = times
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        rebuilt = x / 3 * 3
+        for _ in range(ctx.times):
+            rebuilt = 3 * rebuilt - 2 * x
+        return gradient * (rebuilt / x), None
+
+
+class Rebuilding(nn.Module):
+    def __init__(self, times):
+        super().__init__()
+        self.entry, self.head, self.times = nn.Linear(16, 32), nn.Linear(32, 4), times
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.head(Rebuilt.apply(self.entry(x), self.times)).float()
+
+
+@pytest.mark.parametrize(("times", "severity"), [(1, None), (12, "error")])
+def test_gradients_that_are_mostly_rounding_error_name_the_line_at_which_the_errors_grow(times, severity):
+    torch.manual_seed(0)
+    model = Rebuilding(times)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    found, _ = inspected(model, optimizer, lambda step: model(torch.randn(64, 16)).square().mean())
+    assert {each: found[each].severity for each in found if each == "gradients-inaccurate"} == (
+        {"gradients-inaccurate": severity} if severity else {}
+    )
+    if severity:
+        finding = found["gradients-inaccurate"]
+        assert (finding.step, finding.certainty) == (1, "measured")
+        line = Rebuilt.backward.__code__.co_firstlineno + 5
+        assert finding.evidence["line"] == f"test_wrong_gradients.py:{line}"
+        assert "backward of Rebuilt" in finding.message
+        # The gradients of the head do not pass through it.
+        assert finding.evidence["of"] == 4
+        assert finding.evidence["off"] == 2
+
+
+class Rooted(torch.optim.Optimizer):
+    """Divides by the root of a matrix that is indefinite from its third step on."""
+
+    def __init__(self, parameters, dtype):
+        super().__init__(parameters, {"dtype": dtype})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["sum"] = torch.ones(4, dtype=self.param_groups[0]["dtype"])
+                state["root"] = torch.ones(4)
+            state["sum"] -= 0.4
+            state["root"] = state["sum"].float().pow(-0.5)
+            parameter.sub_(1e-3 * parameter.grad * state["root"].mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_the_optimizers_own_arithmetic_breaks_name_its_step_and_its_states(dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = Rooted(model.parameters(), dtype)
+    found, _ = inspected(model, optimizer, lambda step: model(torch.randn(16, 8)).square().mean(), steps=6)
+    finding = found["weights-broken-by-step"]
+    assert (finding.severity, finding.certainty, finding.step) == ("error", "inferred", 2)
+    assert finding.evidence["states"] == ["root"]
+    assert ("Rooted keeps 'sum' in BF16" in finding.message) == (dtype is torch.bfloat16)
+    assert found.keys() & {"non-finite-event", "breaks-in-fp32-too"} <= {
+        each for each in found if found[each].severity == "info"
+    }
+
+
+def test_weights_that_infinite_gradients_break_are_not_the_optimizers_fault():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def loss(step):
+        return (model(torch.randn(16, 8)).square().mean() * (torch.inf if step == 2 else 1.0)).clamp_max(1e30)
+
+    found, _ = inspected(model, optimizer, loss, steps=6)
+    assert "weights-broken-by-step" not in found
+
+
+@pytest.mark.parametrize(
+    ("values", "kept_in", "is_found"),
+    [
+        (lambda: 50 + 0.01 * torch.randn(4000), torch.float16, True),
+        (lambda: 50 + 0.01 * torch.randn(4000), torch.float32, False),
+        (lambda: 5 + 0.03 * torch.randn(4000), torch.bfloat16, True),
+        # Wide data, whole numbers and a constant lose nothing that matters.
+        (lambda: 50 + 10 * torch.randn(4000), torch.float16, False),
+        (lambda: 2000.0 + torch.randint(2, (4000,)), torch.float16, False),
+        (lambda: torch.full((4000,), 0.3), torch.float16, False),
+    ],
+)
+@pytest.mark.parametrize("widened", [False, True], ids=["in its dtype", "cast to FP32"])
+def test_data_that_16_bits_blur_before_their_centre_is_subtracted_are_reported(values, kept_in, is_found, widened):
+    torch.manual_seed(0)
+    exact = values()
+    data, mean, std = exact.to(kept_in), float(exact.mean()), float(exact.std()) + 1e-6
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loss(step):
+        rows = data[torch.randint(4000, (64, 8))]
+        x = ((rows.float() if widened else rows) - mean) / std
+        return model(x.float()).square().mean()
+
+    found, _ = inspected(model, optimizer, loss)
+    # A number subtracted from FP16 may be rounded to FP16 itself, which is measured.
+    blurred = [
+        each for each in found.values() if each.id == "result-is-rounding-error" and each.certainty == "inferred"
+    ]
+    assert [each.severity for each in blurred] == ["warning"] * is_found
+
+
+def test_gradients_that_a_clip_divides_by_millions_are_not_lost():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for limit, is_lost in ((1.0, False), (1e-6, True)):
+        with Inspector(model, optimizers=optimizer) as inspector:
+            for _ in range(6):
+                optimizer.zero_grad()
+                (1e9 * model(torch.randn(16, 8))).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), limit)
+                optimizer.step()
+        found = {finding.id for finding in analyse(inspector.session()).findings if finding.severity != "info"}
+        assert ("gradients-zeroed" in found) == is_lost
+
+
+def test_a_model_that_is_cast_after_its_training_is_recorded_as_it_was_trained():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+        model.half().requires_grad_(False)
+    assert dict(inspector.session().precision.weights) == {"float32": 72}
+
+
+def test_a_step_with_a_further_backward_is_computed_twice_if_it_recurs():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for step in range(20):
+            for _ in range(1 + (step % 5 == 0)):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(torch.randn(16, 8)).square().mean()
+                loss.backward()
+            optimizer.step()
+    steps = {each.step for each in inspector.session().measurements if each.what == "second-lines"}
+    assert steps == {1, 15}
