@@ -842,6 +842,10 @@ class FlushedResult(Record, kind="second-flushed"):
     taken: float | None = None
 
 
+class ReadNumber(Record, kind="second-read"):
+    """A 16-bit number that the loop reads, outside of modules. ``names``: the operator, the line and the phase."""
+
+
 class SaturatedCast(Record, kind="second-saturated"):
     """A clamp to the range of FP8 that cuts off a part of the values.
 
@@ -935,17 +939,24 @@ class AmplifiedError(Record, kind="second-amplified"):
     typical: float | None = None
 
 
-class InaccurateGradients(Record, kind="second-gradients"):
-    """Weights' gradients that are mostly rounding error, with the operator whose line raises errors most.
+class GradientsError(Record, kind="second-gradients"):
+    """The error of all weights' gradients together, with the operator whose line raises errors most if the error is large.
+
+    ``names``: the operator, its line and phase, an empty name, and the operator, line, module and dtype of the rounding that made
+    most of its operands' error, if any did.
 
     Args:
-        error: the norm of the error of all gradients together, relative to that of the exact ones.
+        error: the norm of the error, relative to that of the exact gradients.
         off, of: the number of weights whose own gradient is off by half its size, and the number of all compared.
+        size: the norm of the exact gradients.
+        zeroed: the norm of the exact gradients' elements that are zero in the run, relative to that of the error.
     """
 
     error: float = 0.0
     off: float = 0
     of: float = 0
+    size: float = 0.0
+    zeroed: float = 0.0
 
 
 class ChangedIntegers(Record, kind="second-integers"):
@@ -1028,8 +1039,8 @@ class MixedPowers(Record, kind="mixed-powers"):
     """A sum of two terms that carry different powers of the loss scale, or a number that limits a scaled value.
 
     Its text says where: "accumulated" (by two backwards), "gradient", "optimizer", "state" (a tensor that the optimizer takes),
-    "number" (one term is a number), "values", "backward", "limit". Its names are the operator, the line, and the parameters in
-    which gradients were accumulated; or the function whose backward made a constant.
+    "number" (one term is a number), "values", "backward", "function" (whose backward drops the scale), "limit". Its names are the
+    operator, the line, and the parameters in which gradients were accumulated; or the functions with a backward of their own.
 
     Args:
         first, second: the powers of the two terms.

@@ -431,6 +431,39 @@ def squares_of_divided(training):
     measure_first(training, divide)
 
 
+class OwnGradient(torch.autograd.Function):
+    """Computes its gradient in the forward, part by part, and multiplies it in the backward by the one it is given, or not."""
+
+    @staticmethod
+    def forward(ctx, output, multiplies):
+        gradient = torch.empty_like(output)
+        for rows in (slice(3), slice(3, None)):
+            gradient[rows] = 2 * output[rows] / output.numel()
+        ctx.save_for_backward(gradient)
+        ctx.multiplies = multiplies
+        return output.square().mean()
+
+    @staticmethod
+    def backward(ctx, given):
+        (gradient,) = ctx.saved_tensors
+        return (gradient * given if ctx.multiplies else gradient), None
+
+
+def own_backward(training, multiplies, clips=False):
+    training.scaler.scale(OwnGradient.apply(training.model(torch.randn(6, 8)), multiplies)).backward()
+    if clips:
+        training.scaler.unscale_(training.optimizer)
+        nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
+    training.step()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_backward_that_drops_the_scale_is_named(clips):
+    (mixed,) = Training().followed(lambda training: own_backward(training, multiplies=False, clips=clips))
+    assert (mixed.text, mixed.first, mixed.second, mixed.names) == ("function", 0.0, -1.0, ("", "", "OwnGradient"))
+    assert Training().followed(lambda training: own_backward(training, multiplies=True, clips=clips)) == []
+
+
 @pytest.mark.parametrize("scale", [4096.0, 64.0])
 def test_squares_of_scaled_gradients_that_an_optimizer_takes_are_found(scale):
     (mixed,) = Training(Curvature, scale).followed(squares_of_scaled)

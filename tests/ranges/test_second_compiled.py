@@ -280,7 +280,8 @@ def test_other_random_numbers_of_the_backend_are_not_an_error():
 
     training = Training(compiles, Dropped).trained(second=[1])
     assert {each.what for each in training.inspector.session().measurements if "second" in each.what} == {
-        "second-lines"
+        "second-gradients",
+        "second-lines",
     }
 
 

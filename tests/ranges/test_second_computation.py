@@ -20,6 +20,7 @@ from mpinspect.ranges.records import (
     ChangedIntegers,
     DividedInHalf,
     FrozenBuffer,
+    GradientsError,
     LostSum,
     NearestEnd,
     RoundedArgument,
@@ -365,7 +366,9 @@ def test_the_runs_own_bits_do_not_change(name):
     for one, other in zip(plain, twice, strict=True):
         assert torch.equal(one.to_dense() if one.is_sparse else one, other.to_dense() if other.is_sparse else other)
     # Nothing healthy is told.
-    assert {type(each) for each in second.records()} <= {CalledLines, NearestEnd}
+    told = second.records()
+    assert {type(each) for each in told} <= {CalledLines, NearestEnd, GradientsError}
+    assert all(each.error < 0.2 for each in told if isinstance(each, GradientsError))
 
 
 def test_a_float32_step_is_not_computed_twice():

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from agreeing_reports import analyse
+from analysis_sessions import session_of, spread, weight
 from torch import nn
 
 from mpinspect import Inspector
+from mpinspect.ranges.records import GradientsError
 from mpinspect.ranges.session import Session
 
 
@@ -188,3 +190,128 @@ def test_a_step_with_a_further_backward_is_computed_twice_if_it_recurs():
             optimizer.step()
     steps = {each.step for each in inspector.session().measurements if each.what == "second-lines"}
     assert steps == {1, 15}
+
+
+def test_an_error_that_a_cast_begins_names_the_cast_and_the_line_at_which_it_grows():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    def loss(step):
+        with torch.autocast("cpu", torch.bfloat16):
+            value = model(torch.randn(64, 8)).float()
+        rates, total = torch.full((64, 1), 0.999).bfloat16(), torch.ones(64, 1)
+        for _ in range(2000):
+            total = rates.float() * total
+        return (value - 10 * total).square().mean()
+
+    found, _ = inspected(model, optimizer, loss)
+    finding = found["gradients-inaccurate"]
+    first = loss.__code__.co_firstlineno
+    assert f"test_wrong_gradients.py:{first + 3}, where a cast rounds to BF16" in finding.message
+    assert finding.evidence["line"] == f"test_wrong_gradients.py:{first + 5}"
+
+
+@pytest.mark.parametrize(
+    ("records", "step"),
+    [
+        ([(1, 0.04, 1.0, 0.0), (31, 0.9, 1.0, 0.0)], 31),
+        # Converged, or made of zeros.
+        ([(1, 0.04, 1.0, 0.0), (31, 0.9, 0.01, 0.0)], None),
+        ([(1, 0.9, 1.0, 0.8)], None),
+    ],
+)
+def test_errors_of_small_gradients_and_of_zeros_are_not_reported(records, step):
+    place = {"names": ("mul", "train.py:7", "forward"), "text": "bfloat16", "off": 3, "of": 4}
+    measured = [
+        GradientsError(step=at, error=error, size=size, zeroed=zeroed, **place).measurement()
+        for at, error, size, zeroed in records
+    ]
+    session = session_of({weight("w"): spread({-3: 1000})}, measurements=measured)
+    found = [each.step for each in analyse(session).findings if each.id == "gradients-inaccurate"]
+    assert found == [step] * (step is not None)
+
+
+@pytest.mark.parametrize(("scale", "is_found"), [(1.0, True), (2.0**20, False)])
+def test_signs_of_flushed_gradients_are_reported(scale, is_found):
+    torch.manual_seed(0)
+    model = nn.Linear(32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loss(step):
+        x = torch.randn(64, 32, requires_grad=True)
+        with torch.autocast("cpu", torch.float16):
+            of_x = 1e-7 * model(x).float().sum()
+        (gradient,) = torch.autograd.grad(of_x * scale, x)
+        with torch.autocast("cpu", torch.float16):
+            return model(x.detach() + gradient.sign()).float().square().mean()
+
+    found, _ = inspected(model, optimizer, loss)
+    signs = [
+        each for each in found.values() if each.id == "result-is-rounding-error" and each.evidence["operator"] == "sign"
+    ]
+    assert len(signs) == is_found
+    assert all("a sign is 0 for numbers that were flushed to zero" in each.message for each in signs)
+
+
+def test_gradients_asked_of_an_input_are_not_backwards_whose_gradients_are_lost():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(20):
+            x = torch.randn(16, 8, requires_grad=True)
+            (gradient,) = torch.autograd.grad(model(x).square().mean(), x)
+            optimizer.zero_grad()
+            model(x.detach() + gradient.sign()).square().mean().backward()
+            optimizer.step()
+    assert "gradients-zeroed" not in {each.id for each in analyse(inspector.session()).findings}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_schedule_that_stops_the_training_and_a_number_read_in_16_bits_are_reported_together(dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loss(step):
+        of_batch = model(torch.randn(64, 8)).square().mean()
+        float(of_batch.detach().to(dtype))
+        optimizer.param_groups[0]["lr"] = 1e-3 if step < 4 else 1e-12
+        return of_batch
+
+    found, _ = inspected(model, optimizer, loss, steps=40)
+    finding = found["weights-stand-still"]
+    assert ("The loop reads a number in BF16" in finding.message) == (dtype is torch.bfloat16)
+    assert ("Another precision does not change that" in finding.message) == (dtype is torch.float32)
+    assert finding.certainty == ("inferred" if dtype is torch.bfloat16 else "measured")
+
+
+def test_weights_that_adam_moves_by_many_learning_rates_are_reported_though_the_loss_is_finite():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-12)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(16, 8)).tanh().square().mean().backward()
+            optimizer.step()
+            for state in optimizer.state.values():
+                state["exp_avg_sq"].zero_()
+    found = {each.id: each for each in analyse(inspector.session()).findings}
+    assert "times the learning rate; Adam should move them" in found["weights-exploded"].message
+
+
+@pytest.mark.parametrize(("factor", "severity"), [(512.0, "info"), (2.0, "warning")])
+def test_a_constant_factor_of_all_losses_is_taken_for_a_loss_scale_if_it_is_large(factor, severity):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2 / factor)
+
+    def loss(step):
+        with torch.autocast("cpu", torch.float16):
+            output = model(torch.randn(16, 8))
+        return output.float().square().mean() * factor
+
+    found, _ = inspected(model, optimizer, loss, steps=10)
+    assert found["scaler-missing-in-float16"].severity == severity

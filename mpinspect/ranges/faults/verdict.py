@@ -14,9 +14,10 @@ from mpinspect.ranges.analysis.precision import is_hidden, ledger_line, run_form
 from mpinspect.ranges.analysis.products import layers_line
 from mpinspect.ranges.analysis.ranks import ENDED_EARLY
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
+from mpinspect.ranges.faults.name.operators import of_learning_steps
 from mpinspect.ranges.faults.name.scaling import LOG2_INITIAL
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, KINDS
-from mpinspect.ranges.records import CastToFP8
+from mpinspect.ranges.records import CastToFP8, GradientsError, recorded
 from mpinspect.ranges.session import (
     AFTER_BACKWARD,
     AFTER_FORWARD,
@@ -207,6 +208,9 @@ class _Nothing(Sentences):
     ALL_SEARCHED = "Every step was searched for infinities and NaNs{counted}."
     SAMPLES_SEARCHED = "Only the {sampled:,} sampled ones were searched for infinities and NaNs{counted}."
     WATCHED_SEARCHED = "{watched:,} of them were searched for infinities and NaNs{counted}."
+    TWICE = (
+        "In {twice:count step} computed twice, rounding put the gradients off by at most {off:percent} of their size."
+    )
     SKIPPED = "The scaler skipped {skipped:count step}, which is normal in the search for its scale."
 
 
@@ -219,18 +223,22 @@ def _nothing_wrong(session: Session) -> str:
         searched = _Nothing.WATCHED_SEARCHED
     if session.ranks:
         seen += f" of {number_of(len(session.ranks), 'rank')}"
-    figures = {
+    figures: dict[str, object] = {
         "seen": seen,
         "counted": _counted(session),
         "sampled": progress.sampled_steps,
         "watched": progress.watched_steps,
         "skipped": progress.skipped_steps,
     }
+    errors = of_learning_steps(recorded(session.measurements, GradientsError))
+    figures |= {"twice": len(errors), "off": max((each.error for each in errors), default=0.0)}
     begins: tuple[_Nothing, ...] = (_Nothing.WRONG,)
     if (error := session.ended_by) is not None:
         is_exit = error.text.startswith(_EXIT)
         begins = (_Nothing.UNEXPLAINED_EXIT.when(is_exit) or _Nothing.UNEXPLAINED, _Nothing.WRONG_BEFORE_END)
-    return text((*begins, searched, _Nothing.SKIPPED.when(progress.skipped_steps)), figures)
+    return text(
+        (*begins, searched, _Nothing.TWICE.when(errors), _Nothing.SKIPPED.when(progress.skipped_steps)), figures
+    )
 
 
 def _counted(session: Session) -> str:

@@ -11,7 +11,7 @@ import torch
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.faults.measure.origins import sample
 from mpinspect.ranges.faults.measure.twins import Marks
-from mpinspect.ranges.records import InaccurateGradients
+from mpinspect.ranges.records import GradientsError
 
 #: The relative error of rounding once to BF16. Smaller errors are not followed.
 _ROUNDING = 2.0**-8
@@ -25,7 +25,7 @@ class _Line:
 
     growth: float
     most: float
-    record: InaccurateGradients
+    record: GradientsError
 
 
 class Growth:
@@ -40,7 +40,7 @@ class Growth:
         operands: Iterable[torch.Tensor],
         value: torch.Tensor,
         twin: torch.Tensor,
-        describe: Callable[[], InaccurateGradients],
+        describe: Callable[[], GradientsError],
     ) -> None:
         """Compare the error of a finite result with the largest one of its operands. Waits for the device.
 
@@ -64,7 +64,7 @@ class Growth:
         if growth > line.most:
             line.most, line.record = growth, record
 
-    def most(self) -> InaccurateGradients | None:
+    def most(self) -> GradientsError | None:
         """Return the record of the line that raises errors most; None if none does."""
         worst = max(self._lines.values(), key=lambda each: each.growth, default=None)
         return worst.record if worst is not None and worst.growth > 1 else None

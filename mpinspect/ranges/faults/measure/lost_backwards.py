@@ -31,8 +31,9 @@ class Backwards:
 
     Args:
         is_proof: whether the weights and the losses' graphs are read, too.
-        last: the gradients at the end of the last backward; None once an optimizer has stepped on them.
-        pairs: the gradients at the end of a backward, and at the beginning of the next.
+        begun: the gradients at the beginning of the last backward.
+        last: the gradients at its end; None once an optimizer has stepped on them.
+        backwards: the gradients at the beginning and the end of each backward, and at the beginning of the next.
         micro_batches: the number of each backward's forward.
         weights, versions: a few elements of the weights when a backward began, and their version counters.
         outputs: the outputs of the modules' calls since the last backward.
@@ -40,8 +41,9 @@ class Backwards:
     """
 
     is_proof: bool = False
+    begun: Magnitudes | None = None
     last: Magnitudes | None = None
-    pairs: list[tuple[Magnitudes, Magnitudes]] = field(default_factory=list)
+    backwards: list[tuple[Magnitudes, Magnitudes, Magnitudes]] = field(default_factory=list)
     micro_batches: list[int] = field(default_factory=list)
     weights: list[Samples] = field(default_factory=list)
     versions: list[list[int]] = field(default_factory=list)
@@ -50,16 +52,19 @@ class Backwards:
 
     def copies(self) -> list[HostCopy]:
         """Return the copies that judging the step reads."""
-        found = [copy for pair in self.pairs for each in pair for copy in each.copies()]
+        found = [copy for each in self.backwards for moment in each for copy in moment.copies()]
         return found + [copy for each in self.weights for copy in each.copies]
 
     def lost(self, of: Collection[str]) -> list[set[str]]:
         """Return the parameters of each backward whose gradients were zeroed before the next; [] if any stayed. ``of``: read."""
         found: list[set[str]] = []
-        for end, begin in self.pairs:
-            given, stayed = (
-                {name for name, value in each.read().items() if name in of and value} for each in (end, begin)
+        for moments in self.backwards:
+            before, after, later = (
+                {name: value for name, value in each.read().items() if name in of} for each in moments
             )
+            # A backward that asks for other gradients, such as an input's, leaves these as they are.
+            given = {name for name, value in after.items() if value and value != before.get(name)}
+            stayed = {name for name, value in later.items() if value}
             if given and stayed:
                 return []
             found += filter(None, [given])
@@ -115,9 +120,9 @@ class LostBackwards:
     def backward_begins(self, now: Backwards, gradients: Magnitudes, micro_batch: int) -> None:
         """Record the gradients at the beginning of a backward of a micro-batch's forward."""
         now.micro_batches.append(micro_batch)
-        if now.last is not None:
-            now.pairs.append((now.last, gradients))
-        now.last = None
+        if now.last is not None and now.begun is not None:
+            now.backwards.append((now.begun, now.last, gradients))
+        now.begun, now.last = gradients, None
         if now.is_proof and len(now.weights) < _MOST_SAMPLED:
             now.weights.append(samples((each.name, each.parameter) for each in self._parameters))
             now.versions.append([each.parameter._version for each in self._parameters])

@@ -19,14 +19,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_flatten
 
+from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import MixedPowers, Record, WrittenByLoop
 from mpinspect.runtime.storages import has_storage, storage_key
 from mpinspect.runtime.user_line import innermost_line
 
-#: A power; None if it is unknown, and ZERO for zeros, which may be added to anything.
+#: A power; None if it is unknown, and ZERO for zeros, which may be added to anything. EMPTY memory has that of its first part.
 Power = float | None
-ZERO = math.inf
+ZERO, EMPTY = math.inf, -math.inf
 
 #: Positions of the terms that sums add to their first argument; a pair of positions is a product, as in ``addmm``.
 _SUMS: dict[str, tuple[int, ...]] = {
@@ -56,13 +57,17 @@ _FILLS = {"fill": 1, "full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 
 #: The powers of results that do not depend on the size of an operator's tensors; a fill may be one with zeros.
 _INDEPENDENT: dict[str, Power] = {
     **dict.fromkeys(("zeros", "zeros_like", "new_zeros", "zero"), ZERO),
-    **dict.fromkeys(("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")),
+    **dict.fromkeys(
+        ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"), EMPTY
+    ),
     **dict.fromkeys(
         ("ones", "ones_like", "new_ones", "rand_like", "randn_like", "randint_like", "sign", "sgn", "normal"), 0.0
     ),
     **dict.fromkeys(("uniform", "random", "bernoulli", "exponential"), 0.0),
     **dict.fromkeys(_FILLS, 0.0),
 }
+#: The most nodes of a loss's graph that are searched for functions with backwards of their own.
+_MOST_NODES = 4096
 #: A smaller number is an epsilon, which may be added to a scaled value.
 _EPSILON = 1e-3
 #: A number may be a loss scale, or its reciprocal, from this scale on; smaller ones are too common.
@@ -105,6 +110,8 @@ class PowersOfScale:
         self._in_gradients: dict[int, MixedPowers | None] = {}
         #: Storages whose values the step has divided by the scale.
         self._divided: set[int] = set()
+        #: The functions in the graph of a scaled loss whose backwards are Python code.
+        self._own_backwards: tuple[str, ...] = ()
         #: The last function whose backward has made a constant.
         self._maker = ""
         self._is_ours = False
@@ -128,6 +135,9 @@ class PowersOfScale:
         self._set(scale, 1.0)
         for before, after in zip(_tensors(given), _tensors(scaled), strict=False):
             self._set(after, _times(self._power(before), 1.0))
+        nodes = walk([each.grad_fn for each in _tensors(scaled) if each.grad_fn is not None], _MOST_NODES)
+        own = (each for each in nodes if isinstance(each, torch.autograd.function.BackwardCFunction))
+        self._own_backwards = tuple(dict.fromkeys(type(each).__name__.removesuffix("Backward") for each in own))
 
     def ran(
         self,
@@ -152,8 +162,7 @@ class PowersOfScale:
         if name == "_local_scalar_dense":
             self._is_read |= self._power(args[0]) not in (0.0, ZERO)
         elif name == "_amp_foreach_non_finite_check_and_unscale_":
-            for gradient in args[0]:
-                self._set(gradient, _times(self._power(gradient), self._power(args[2])))
+            self._divide(args[0], args[2], frame)
         elif name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
             self._fused(_Operator(name, args, frame, in_optimizer), kwargs)
         elif name.startswith("_foreach_"):
@@ -167,6 +176,14 @@ class PowersOfScale:
         return list(filter(None, [self._found, self._written]))
 
     # -- operators --------------------------------------------------------------------------------------------------
+
+    def _divide(self, gradients: list[torch.Tensor], by: torch.Tensor, frame: FrameType) -> None:
+        """Follow a scaler's division, and record one of gradients that lost the scale in a function's own backward."""
+        for gradient in gradients:
+            if self._own_backwards and self._power(gradient) == 0.0 and self._found is None:
+                found = self._mixed(_Operator("div", (), frame, False), (0.0, -1.0), "function", (gradient,))
+                self._found = found and replace(found, names=("", "", *self._own_backwards))
+            self._set(gradient, _times(self._power(gradient), self._power(by)))
 
     def _one(self, operator: _Operator, result: Any) -> None:
         is_in_place = operator.name.endswith("_")
@@ -187,7 +204,8 @@ class PowersOfScale:
             if not (each.is_floating_point() or each.is_complex()):
                 self._set(each, 0.0)
             elif is_in_place and each.numel() * each.element_size() < each.untyped_storage().nbytes():
-                self._set(each, _merged(self._power(each), power))
+                is_empty = self._known.of(each) == (EMPTY,)
+                self._set(each, power if is_empty else _merged(self._power(each), power))
             else:
                 self._set(each, power)
         if terms and power is None and None not in terms:
@@ -378,7 +396,7 @@ class PowersOfScale:
             return None
         known = self._known.of(tensor)
         if known is not None:
-            return known[0]
+            return None if known[0] == EMPTY else known[0]
         if torch._C._current_autograd_node() is not None:
             # An unknown tensor may be a gradient that compiled code or a custom kernel has written.
             return None

@@ -69,11 +69,12 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     CastToFP8,
     ChangedIntegers,
-    InaccurateGradients,
+    GradientsError,
     InfiniteDivisor,
     LostSum,
     NearestEnd,
     Positions,
+    ReadNumber,
     Record,
     StaleCasts,
     Ties,
@@ -103,7 +104,7 @@ _AMPLIFYING = (
     DIFFERENCES
     | {aten.lerp_, *_SATURATING}
     | _LOSSES
-    | {*(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor)}
+    | {*(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor, aten.sign)}
 )
 _PRODUCTS = frozenset({aten.mm, aten.addmm})
 #: Multiplications from which on a product takes longer than choosing its kernel.
@@ -135,7 +136,7 @@ _LOST = 0.03
 _LOSING = (LostSum, AbsorbedOperand, AmplifiedError)
 #: The least number of elements of a difference, which is judged by the norm of all its elements, such as one for each channel.
 _FEWEST_OF_ONE = 16
-#: The least error of all gradients together that is recorded.
+#: The least error of gradients of whose operators the worst is named.
 _OFF = 0.5
 #: The largest inherited error before a difference whose result is mostly error.
 _UNCANCELLED = 0.05
@@ -229,7 +230,7 @@ class SecondComputation:
             if fp8 := clamps_for(func, args):
                 self._compare_clamp(func, args, fp8)
             if func.overloadpacket is aten._local_scalar_dense:
-                self._flushes.read_by_loop(args[0], self.twin(args[0]))
+                self._read_number(args[0])
             self._effects.weigh(args)
             if self._choices:
                 self._choices.use(func, leaves((*args, *kwargs.values())))
@@ -248,6 +249,13 @@ class SecondComputation:
             names = (func.overloadpacket.__name__, innermost_line(sys._getframe()), self._phase, weight)
             text = dtype_name(self._narrow)
             self._found[StaleCasts].append(StaleCasts(name=self._module(), names=names, text=text, steps=1))
+
+    def _read_number(self, number: torch.Tensor) -> None:
+        """Judge a number that Python reads, and record the first one in 16 bits outside of modules."""
+        self._flushes.read_by_loop(number, self.twin(number))
+        if number.dtype in NARROW and not self._module() and not self._found[ReadNumber]:
+            names = ("item", innermost_line(sys._getframe()), self._phase)
+            self._found[ReadNumber].append(ReadNumber(names=names, text=dtype_name(number.dtype)))
 
     def _read_divisor(self, func: Any, args: tuple[Any, ...]) -> None:
         """Record the first FP16 divisor from before the step with infinities, whose quotients are zeros. Waits for the device."""
@@ -469,6 +477,9 @@ class SecondComputation:
                 compared = tuple(
                     given.float() - target.float() for given, target, *_ in (pending.given[0], pending.arguments[0])
                 )
+            if operator is aten.sign:
+                # Rounding turns some signs of small numbers round; a flushed number has none.
+                compared = twin.where(value != 0, 0.0), twin
             if compared[0].numel() >= _FEWEST_OF_ONE:
                 self._compare_errors(pending, value, twin, _relative(*compared))
 
@@ -580,7 +591,8 @@ class SecondComputation:
             return
         before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
         place = _SATURATING.get(pending.func.overloadpacket)
-        is_lost = place is not None and not bool(value.any())
+        is_sign = pending.func.overloadpacket is aten.sign
+        is_lost = is_sign or (place is not None and not bool(value.any()))
         if (inherited >= MOSTLY_ERROR and before <= _UNCANCELLED) or is_lost:
             off = value.float() - twin
             origin = self._origins.of([pending.given[0][place] if place else value]) if is_in_forward() or place else ()
@@ -617,11 +629,14 @@ class SecondComputation:
         dtype = str(rounded).removeprefix("torch.")
         return kind(**{"name": module, "names": names, "text": dtype, **figures})
 
-    def _raising(self, pending: Pending, value: torch.Tensor) -> InaccurateGradients:
-        record: InaccurateGradients = self._record(pending, value, InaccurateGradients)
+    def _raising(self, pending: Pending, value: torch.Tensor) -> GradientsError:
+        operands = numbers_of(pending.given[0]) if is_in_forward() else []
+        origin = next(filter(None, map(self._origins.worst_of, operands)), ())
+        record: GradientsError = self._record(pending, value, GradientsError, "", *origin)
         is_python = isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
-        placed: InaccurateGradients = _at_its_line(record) if is_python else self._broken.at_its_maker(record)
-        return placed
+        placed: GradientsError = _at_its_line(record) if is_python else self._broken.at_its_maker(record)
+        is_narrow = value.dtype in NARROW
+        return placed if is_narrow else replace(placed, text=dtype_name(self._narrow))
 
     def takes(self, gradients: Iterable[Any]) -> None:
         """Search the gradients that an optimizer takes for zeros that FP16 has made outside of a backward."""
@@ -634,7 +649,7 @@ class SecondComputation:
     def records(self) -> list[Record]:
         """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
         worst, whose = self._gradients_error()
-        found_in_all = self._inaccurate_gradients()
+        of_all = self._error_of_gradients()
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
@@ -649,6 +664,7 @@ class SecondComputation:
             ChangedIntegers,
             InfiniteDivisor,
             Positions,
+            ReadNumber,
             StaleCasts,
             Ties,
         )
@@ -676,21 +692,22 @@ class SecondComputation:
         if self._raised is not None and is_useless and not any(isinstance(each, _LOSING) for each in found):
             found.append(_with_gradients(self._raised, worst, whose))
         self._end()
-        return [*found, *found_in_all]
+        return [*found, *of_all]
 
-    def _inaccurate_gradients(self) -> list[InaccurateGradients]:
-        """Return a record of the error of all gradients together if it is large, and not of elements that became zero."""
+    def _error_of_gradients(self) -> list[GradientsError]:
+        """Return a record of the error of all gradients together; [] if none can be compared."""
         sizes = {name: parameter.numel() ** 0.5 for name, parameter in self._parameters}
         # Those of a compiled graph have no name.
         compared = {name: each for name, each in self._errors_of_gradients().items() if name in sizes}
-        exact = math.hypot(*(size * sizes[name] for name, (_, size) in compared.items()))
+        size = math.hypot(*(size * sizes[name] for name, (_, size) in compared.items()))
         off = math.hypot(*(error * size * sizes[name] for name, (error, size) in compared.items()))
-        error, zeroed = ratio(off, exact), math.hypot(*map(self._zeroed, (each for _, each in self._parameters)))
-        if not _OFF <= error < math.inf or zeroed >= off / 2:
+        if not 0 < size < math.inf or not off < math.inf:
             return []
-        record = self._growth.most() or InaccurateGradients(names=("", "", ""), text=dtype_name(self._narrow))
+        record = self._growth.most() if off >= _OFF * size else None
+        record = record or GradientsError(names=("", "", ""), text=dtype_name(self._narrow))
         mostly = sum(error >= _OFF for error, _ in compared.values())
-        return [replace(record, error=error, off=mostly, of=len(compared))]
+        zeroed = ratio(math.hypot(*map(self._zeroed, (each for _, each in self._parameters))), off)
+        return [replace(record, error=off / size, off=mostly, of=len(compared), size=size, zeroed=zeroed)]
 
     def _zeroed(self, parameter: torch.nn.Parameter) -> float:
         """Return the norm of the exact values of a gradient's elements that are zero in the run."""

@@ -691,8 +691,8 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     """Weights that had exploded before the first infinity.
 
     False alarms: A norm that grows to 16 times its first value is not a fault if the weights begin near zero (LoRA's B, a
-    zero-initialised head): it is reported only if something also became infinite or the training diverged. If a scaler skipped
-    all such steps, most weights must have grown.
+    zero-initialised head): it is reported only if something also became infinite, the training diverged, or an optimizer like
+    Adam moved the weights by ten learning rates a step. If a scaler skipped all such steps, most weights must have grown.
     """
     grown = list(case.recorded(WeightGrowth))
     broken = [event for event in case.events if not event.gradients_finite and not event.skipped]
@@ -701,10 +701,12 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
         broken = [event for event in case.events if event.phase == "forward"]
     # In a saturating model all values stay finite, and the loss grows.
     loss_ratio = max((each.loss_ratio or 0.0 for each in grown), default=0.0)
-    if not grown or not (broken or case.advised.diverged or loss_ratio):
+    first = min(grown, key=lambda each: each.step, default=None)
+    at_once = [each for each in grown if first is not None and each.step == first.step]
+    moved = max((_moved(each) for each in at_once), default=0.0)
+    is_far = moved >= _LARGEST_UPDATE and any("beta2" in optimizer.settings for optimizer in case.precision.optimizers)
+    if first is None or not (broken or case.advised.diverged or loss_ratio or is_far):
         return
-    first = min(grown, key=lambda each: each.step)
-    at_once = [each for each in grown if each.step == first.step]
     # A scaler may have skipped forwards before in which an operation was out of range.
     skipped = [event for event in case.events if broken and event.skipped and _has_singularity(case, event.step)]
     in_trouble = [event for event in skipped if event.phase == "forward"] + broken
@@ -715,8 +717,6 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
         return
     rate, initial = first.lr, first.initial_lr
     is_scheduled = initial is not None and initial != rate
-    moved = max((_moved(each) for each in at_once), default=0.0)
-    is_far = moved >= _LARGEST_UPDATE and any("beta2" in optimizer.settings for optimizer in case.precision.optimizers)
     yield Found(
         (_Weights.GREW, _consequence(in_trouble, before, loss_ratio), _Weights.MOVED_FAR.when(is_far)),
         {"ratios": {each.name: each.ratio for each in grown}, "lr": rate},

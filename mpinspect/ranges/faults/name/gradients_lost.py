@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.precision import run_format
-from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, Case, FP32Weights, grouped
+from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, SIGNIFICAND_BITS, Case, FP32Weights, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
 from mpinspect.ranges.records import (
@@ -21,6 +21,7 @@ from mpinspect.ranges.records import (
     NeverUpdated,
     RateFallen,
     RateZero,
+    ReadNumber,
     Stale,
     Standstill,
     StepsStopped,
@@ -184,9 +185,18 @@ class _Rate(Sentences):
     FALLEN = (
         "The weights stand still from step {step} on, in the last {steps:.0f} of {of:.0f} steps, since the learning rate of "
         "{optimizer} has fallen from {highest:.3g} to {latest:.3g} and is at most 1e-4 of its highest value in these steps. The "
-        "weights have gradients, but change by {moved:.1g} of their norm after step {compared:.0f}. Another precision does not "
-        "change that."
+        "weights have gradients, but change by {moved:.1g} of their norm after step {compared:.0f}."
     )
+    OF_THE_RATE = "Another precision does not change that."
+    READS_16_BITS = (
+        "The loop reads a number in {dtype:format} ({line}), whose neighbours lie {apart:percent} apart: a schedule that waits "
+        "for this number to fall, as ReduceLROnPlateau does, does not see smaller progress."
+    )
+    NUMBER_IN_FP32 = (
+        "Compute the number that a schedule waits for in FP32, from FP32 values. Step a schedule that counts epochs once per "
+        "epoch."
+    )
+    METRIC = "# {line}, before it is averaged\nerror = output.float() - target.float()"
     ALWAYS_ZERO = "The learning rate of {optimizer} was 0 in all of its {of:.0f} steps: they change no weight."
     BACKWARDS = (
         "A step has {backwards:.3g} backwards on average: a scheduler that steps once per backward ends too early."
@@ -210,8 +220,16 @@ class _Rate(Sentences):
 def _rate_is_low(case: Case) -> Iterator[Found]:
     """Yield the optimizers whose learning rate was 0, or low, up to the run's end; each class once, not per rank."""
     fallen = {each.text: each for each in case.recorded(RateFallen) if each.steps >= _MOSTLY_LOW * each.of}
+    read = next(case.recorded(ReadNumber), None)
     for low in fallen.values():
-        yield Found.of(case, [low], _Rate.FALLEN, _Rate.SET_UNIT, _Rate.ONE_EPOCH, words={"optimizer": low.text})
+        words: dict[str, object] = {"optimizer": low.text}
+        if read is None:
+            alone = (_Rate.FALLEN, _Rate.OF_THE_RATE)
+            yield Found.of(case, [low], alone, _Rate.SET_UNIT, _Rate.ONE_EPOCH, words=words)
+            continue
+        words |= {"dtype": read.text, "line": read.names[1], "apart": 2.0 ** (1 - SIGNIFICAND_BITS[read.text])}
+        both = (_Rate.FALLEN, _Rate.READS_16_BITS)
+        yield Found.of(case, [low], both, _Rate.NUMBER_IN_FP32, _Rate.METRIC, words=words, is_inferred=True)
     found = {each.text: each for each in case.recorded(RateZero) if each.steps > _SOME_STILL * each.of}
     backwards = case.progress.backwards / max(case.progress.steps, 1)
     for each in found.values():

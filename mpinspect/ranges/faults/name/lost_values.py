@@ -14,6 +14,7 @@ from mpinspect.ranges.faults.name.operators import (
     by_place,
     found_at,
     gradients_off,
+    of_learning_steps,
     optimizer_of,
     origin_of,
     place_of,
@@ -26,12 +27,11 @@ from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
     BornInfinite,
-    CalledLines,
     DividedInHalf,
     FlushedResult,
     FrozenBuffer,
+    GradientsError,
     GrowingSum,
-    InaccurateGradients,
     LostSum,
     RoundedConstant,
     SaturatedCast,
@@ -442,6 +442,12 @@ class _Left(Sentences):
         "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
         "multiplies that error by {times:.0f}: its {inputs} off by {before:percent}, its result is off by {off}."
     )
+    SIGN_OF_ZERO = (
+        "In step {measured}, in {place}, a sign is 0 for numbers that were flushed to zero: in FP32 they differ from it, and the "
+        "signs are off by {off}."
+    )
+    SCALE_FIRST = "Multiply the loss by a loss scale before its gradients are taken: that changes no sign."
+    SCALED = "(gradient,) = torch.autograd.grad(\n    loss * 2.0**14, x\n)"
     LARGE_NUMBERS = (
         "In step {step}, in {place}, numbers up to {largest:.4g} in {dtype:format} are subtracted from each other, where "
         "neighbouring numbers lie {unit:g} apart. The differences are multiples of that, {typical:g} in the median: smaller "
@@ -484,17 +490,12 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
     others = (each for each in case.recorded(AmplifiedError) if each.names[1] not in flushed)
     for cancelled in by_place(others, "after", most=1.0):
         if cancelled.unit:
-            source = case.session.source_of(cancelled.names[1])
-            own = {"cast_difference": with_cast(source) or "difference = (x - y).float()"}
-            found = (_Left.LARGE_NUMBERS, _Left.BEFORE_THE_CAST, _Left.IN_INT64)
-            if cancelled.text in SIGNIFICAND_BITS:
-                found = (_Left.CLOSE_TOGETHER, _Left.BEFORE_THE_HALF, _Left.STANDARDISED)
-            yield found_at(cancelled, *found, own, is_inferred=True)
+            yield _of_rounded_numbers(cancelled, case)
             continue
         operator = cancelled.names[0].rstrip("_")
         is_loss, is_difference = operator.endswith("_loss"), operator in ("add", "sub", "rsub")
         also, words = gradients_off(cancelled)
-        born = _born_from(cancelled, case)
+        born, origin = _born_from(cancelled, case), origin_of(cancelled)
         # The loss's own difference is reported as a value, too, and its remedy is simple.
         is_of_loss = not cancelled.name and is_difference and cancelled.text in SIGNIFICAND_BITS
         is_mild, step = also is None and born is None and not is_of_loss, cancelled.step
@@ -502,22 +503,16 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             place = place_of(born)
             words |= {"broken": place["operator"], "broken_place": place["place"], "count": int(born.elements)}
             _, _, step = beginning(born, first)
-        off = _percent_up_to(cancelled.after)
-        origin = origin_of(cancelled)
-        from_origin = _Left.ORIGIN_IN_FP32 if cancelled.names[2] == "backward" else Born.FROM_ORIGIN_IN_FP32
-        fix = from_origin.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference or is_loss) or _Left.INPUT_IN_FP32
-        earlier, alone = _Left.ARISES_EARLIER, _Left.ERROR_IS_LEFT
-        if cancelled.after < MOSTLY_ERROR:
-            earlier, alone = _Left.RAISES_EARLIER, _Left.ERROR_IS_RAISED
+        says, fix, code = _left_in_words(cancelled, origin, is_difference, is_loss)
         is_subtracted = cancelled.names[0].strip("_") in ("sub", "rsub") and not origin
         yield found_at(
             cancelled,
-            (earlier.when(origin) or alone, also, _Left.BREAKS.when(born)),
+            (says, also, _Left.BREAKS.when(born)),
             fix.when(not is_mild),
-            (_Left.DIFFERENCE.when(is_difference and not origin) or Born.CAST_BOTH).when(not is_mild),
+            code.when(not is_mild),
             words={
                 **words,
-                "off": off,
+                "off": _percent_up_to(cancelled.after),
                 "times": cancelled.before and cancelled.after / cancelled.before,
                 "inputs": ("input was", "operands were")[is_difference or is_loss],
                 **({"operator": f"the difference in {operator}"} if is_loss else {}),
@@ -530,6 +525,31 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             before=[origin.names[1]] if origin else [],
             step=step,
         )
+
+
+def _of_rounded_numbers(cancelled: AmplifiedError, case: Case) -> Found:
+    """Return the occurrence of a difference of numbers that were rounded before the step."""
+    source = case.session.source_of(cancelled.names[1])
+    own = {"cast_difference": with_cast(source) or "difference = (x - y).float()"}
+    sentences = (_Left.LARGE_NUMBERS, _Left.BEFORE_THE_CAST, _Left.IN_INT64)
+    if cancelled.text in SIGNIFICAND_BITS:
+        sentences = (_Left.CLOSE_TOGETHER, _Left.BEFORE_THE_HALF, _Left.STANDARDISED)
+    return found_at(cancelled, *sentences, own, is_inferred=True)
+
+
+def _left_in_words(
+    cancelled: AmplifiedError, origin: AmplifiedError | None, is_difference: bool, is_loss: bool
+) -> tuple[Sentences, Sentences, Sentences]:
+    """Return the sentence on an error, the change and its code; ``origin``: the earlier operator that made the error."""
+    if cancelled.names[0] == "sign":
+        return _Left.SIGN_OF_ZERO, _Left.SCALE_FIRST, _Left.SCALED
+    from_origin = _Left.ORIGIN_IN_FP32 if cancelled.names[2] == "backward" else Born.FROM_ORIGIN_IN_FP32
+    fix = from_origin.when(origin) or _Left.OPERANDS_IN_FP32.when(is_difference or is_loss) or _Left.INPUT_IN_FP32
+    earlier, alone = _Left.ARISES_EARLIER, _Left.ERROR_IS_LEFT
+    if cancelled.after < MOSTLY_ERROR:
+        earlier, alone = _Left.RAISES_EARLIER, _Left.ERROR_IS_RAISED
+    code = _Left.DIFFERENCE.when(is_difference and not origin) or Born.CAST_BOTH
+    return earlier.when(origin) or alone, fix, code
 
 
 def _percent_up_to(error: float) -> str:
@@ -552,12 +572,10 @@ def _born_from(cancelled: AmplifiedError, case: Case) -> BornInfinite | None:
 class _Inaccurate(Sentences):
     MOSTLY_ERROR = (
         "In step {step} the gradients of the weights are mostly rounding error: all together they are off by {off_by} of their "
-        "size, and {off:.0f} of {of:.0f} by half of it or more. The errors grow most in {place}, in {operator}."
-    )
-    SOMEWHERE = (
-        "In step {step} the gradients of the weights are mostly rounding error: all together they are off by {off_by} of their "
         "size, and {off:.0f} of {of:.0f} by half of it or more."
     )
+    GROWS = "The errors grow most in {place}, in {operator}."
+    ORIGIN = "They begin in {origin_place}, where {origin_operator} rounds to {origin_dtype:format}."
     LINE_IN_FP32 = "Compute this line in FP32, from values that were never rounded to {dtype:format}."
     BY_PARTS = "Compute one part of the model after another in FP32, until the gradients agree."
 
@@ -567,13 +585,13 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
 
     It is an error if they are off by as much as their size.
 
-    False alarms: Gradients that cancel over a batch, as in a model that has converged, are small beside their rounding. So such
-    a step is reported only if it is the first one that was computed twice, or if there are two.
+    False alarms: Gradients that cancel over a batch are small beside their rounding. So a step is left out if its gradients are
+    smaller than a tenth of another step's, as in a model that has converged.
     """
-    found, early = list(case.recorded(InaccurateGradients)), case.recorded(CalledLines)
-    if not found or (len(found) == 1 and any((each.step or 0) < (found[0].step or 0) for each in early)):
+    learning = of_learning_steps(case.recorded(GradientsError))
+    first = next((each for each in learning if each.error >= _MOSTLY and each.zeroed < _MOSTLY), None)
+    if first is None:
         return
-    first = found[0]
     others: tuple[LostSum | AbsorbedOperand | AmplifiedError, ...] = (
         *case.recorded(LostSum),
         *case.recorded(AbsorbedOperand),
@@ -581,19 +599,23 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     )
     if any(each.step == first.step and gradients_off(each)[0] for each in others):
         return
-    says, fix = _Inaccurate.SOMEWHERE, _Inaccurate.BY_PARTS
-    if operator := first.names[0]:
-        says, fix = _Inaccurate.MOSTLY_ERROR, _Inaccurate.LINE_IN_FP32
-    words = {"off_by": _percent_up_to(first.error)}
-    code = Born.CAST_INPUTS.when(operator)
-    yield found_at(first, says, fix, code, words, is_grave=first.error >= _AS_LARGE, operator=operator)
+    operator, origin = first.names[0], origin_of(first)
+    says = (_Inaccurate.MOSTLY_ERROR, _Inaccurate.GROWS.when(operator), _Inaccurate.ORIGIN.when(origin))
+    fix = Born.FROM_ORIGIN_IN_FP32.when(origin) or _Inaccurate.LINE_IN_FP32.when(operator) or _Inaccurate.BY_PARTS
+    code = Born.CAST_BOTH.when(origin) or Born.CAST_INPUTS.when(operator)
+    words = {"off_by": _percent_up_to(first.error), "origin_expression": "f(z.float())", **words_of(origin)}
+    before = [origin.names[1]] if origin else []
+    is_grave = first.error >= _AS_LARGE
+    yield found_at(
+        first, says, fix, code, words, is_grave=is_grave, operator=operator * (origin is None), before=before
+    )
 
 
 def _spoils_gradients(record: LostSum | AbsorbedOperand, case: Case) -> bool:
     """Return whether an operator's line is the one that makes the gradients of its step as wrong as they are large."""
     return any(
         each.error >= _AS_LARGE and (each.step, each.names[1]) == (record.step, record.names[1])
-        for each in case.recorded(InaccurateGradients)
+        for each in case.recorded(GradientsError)
     )
 
 
@@ -636,5 +658,6 @@ FAULTS = (
         (_Inaccurate, Born),
         _OF_WRONG_GRADIENTS,
         checked=TWICE,
+        heading="Gradients are mostly rounding error",
     ),
 )

@@ -9,13 +9,15 @@ from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.faults.name.fault import Found
-from mpinspect.ranges.records import AbsorbedOperand, AmplifiedError, LostSum, Record
+from mpinspect.ranges.records import AbsorbedOperand, AmplifiedError, GradientsError, LostSum, Record
 from mpinspect.ranges.session import module_named
 from mpinspect.reporting.sentences import Said, Sentences
 from mpinspect.reporting.words import bracketed
 
 #: An error of the gradients from which on rounding matters: BF16 alone makes some 1%.
 MATTERS = 0.1
+#: Gradients of a smaller part of an earlier step's are those of a model that has converged.
+_CONVERGED = 0.1
 Placed = TypeVar("Placed", bound=Record)
 
 _OUTSIDE = "code outside of modules"
@@ -137,6 +139,13 @@ def found_at(
     evidence = {"operator": operator, "line": line, "phase": phase, "dtype": record.text, **record.figures}
     words = {**place_of(record), "measured": record.step, **(words or {})}
     return Found(says, evidence, words, fix, code, **{"layer": record.name, "step": record.step, **more})
+
+
+def of_learning_steps(errors: Iterable[GradientsError]) -> list[GradientsError]:
+    """Return the errors of steps whose gradients are not small beside another step's, as those of a model that has converged."""
+    errors = list(errors)
+    least = _CONVERGED * max((each.size for each in errors), default=0.0)
+    return [each for each in errors if each.size >= least]
 
 
 class Gradients(Sentences):

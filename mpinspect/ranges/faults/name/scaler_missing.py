@@ -22,6 +22,9 @@ from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import number_or_power
 
+#: A loop without masters that multiplies all losses by a smaller power of two weighs them.
+_LEAST_SCALE = 128.0
+
 
 class _OfNoUse(Sentences):
     NOT_NEEDED = (
@@ -253,11 +256,14 @@ def _room(case: Case) -> int | None:
 
 
 def loss_factor(case: Case) -> LossFactor | None:
-    """Return the factor of the losses of a loop whose masters take the gradients; None if there is none.
+    """Return the constant factor of all losses of a loop that scales by hand; None if there is none.
 
-    Without masters, the optimizer takes the gradients multiplied.
+    Without masters, which take divided gradients, a factor is taken for a scale if it is large: a loop may have put it into its
+    learning rate, or its optimizer divides by the gradients' own size.
     """
-    return next(case.recorded(LossFactor), None) if case.precision.has_masters else None
+    factor = next(case.recorded(LossFactor), None)
+    is_scale = factor is not None and (case.precision.has_masters or factor.factor >= _LEAST_SCALE)
+    return factor if is_scale else None
 
 
 def divisors(case: Case) -> tuple[float, float] | None:

@@ -404,6 +404,15 @@ class _Mixed(Sentences):
         "one that is: {parameters[0]!r} makes a gradient in its backward, such as torch.ones_like of an auxiliary loss. After "
         "the scaler's division it counts {loss_scale:factor} times too little."
     )
+    FUNCTION = (
+        "In step {step} the gradient of {parameter!r} is not multiplied by the loss scale of {loss_scale:scale}, as its loss is, "
+        "and the scaler divided it all the same: it is {loss_scale:factor} times too small. The backward of {parameters:some} "
+        "returns a gradient that it does not multiply by the one it was given."
+    )
+    MULTIPLY = "Multiply by the gradient that the backward is given."
+    TIMES_GIVEN = (
+        "@staticmethod\ndef backward(ctx, grad_output):\n    (grad,) = ctx.saved_tensors\n    return grad * grad_output"
+    )
     DIVIDE_ONCE = "Divide the gradients once, after the last backward of the step."
     SCALE_EACH = "Scale each loss."
     UNSCALE_FIRST = "Unscale the gradients before anything is added to them."
@@ -447,6 +456,7 @@ _VARIANTS = {
     "state": (_Mixed.STATE, _Mixed.DIVIDE_FOR_STATE, _Mixed.DIVIDE_BY_HAND),
     "number": (_Mixed.NUMBER, _Mixed.DIVIDE, _Mixed.PENALTY),
     "backward": (_Mixed.BACKWARD, _Mixed.SCALE_MADE, _Mixed.SUM),
+    "function": (_Mixed.FUNCTION, _Mixed.MULTIPLY, _Mixed.TIMES_GIVEN),
     "values": (_Mixed.VALUES, _Mixed.SCALE_WHOLE, _Mixed.SUM),
 }
 
@@ -473,6 +483,7 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
             "parameters": parameters or [mixed.name],
             "too_large": too_large,
             "line": line or "that",
+            "parameter": mixed.name,
         }
         evidence = {"operator": operator, "line": line}
         yield Found.of(case, [mixed], says, fix, code, words=words, evidence=evidence, layer=mixed.name)
