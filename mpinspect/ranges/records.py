@@ -950,6 +950,7 @@ class GradientsError(Record, kind="second-gradients"):
         off, of: the number of weights whose own gradient is off by half its size, and the number of all compared.
         size: the norm of the exact gradients.
         zeroed: the norm of the exact gradients' elements that are zero in the run, relative to that of the error.
+        share: the operator's line's share of the growth of errors in all lines, 0..1.
     """
 
     error: float = 0.0
@@ -957,6 +958,7 @@ class GradientsError(Record, kind="second-gradients"):
     of: float = 0
     size: float = 0.0
     zeroed: float = 0.0
+    share: float = 0.0
 
 
 class ChangedIntegers(Record, kind="second-integers"):

@@ -1,5 +1,7 @@
 """Gradients that are mostly rounding error, weights that an optimizer's own arithmetic breaks, and data that 16 bits blur."""
 
+import re
+
 import pytest
 import torch
 from agreeing_reports import analyse
@@ -222,7 +224,7 @@ def test_an_error_that_a_cast_begins_names_the_cast_and_the_line_at_which_it_gro
     ],
 )
 def test_errors_of_small_gradients_and_of_zeros_are_not_reported(records, step):
-    place = {"names": ("mul", "train.py:7", "forward"), "text": "bfloat16", "off": 3, "of": 4}
+    place = {"names": ("mul", "train.py:7", "forward"), "text": "bfloat16", "off": 3, "of": 4, "share": 0.9}
     measured = [
         GradientsError(step=at, error=error, size=size, zeroed=zeroed, **place).measurement()
         for at, error, size, zeroed in records
@@ -230,6 +232,41 @@ def test_errors_of_small_gradients_and_of_zeros_are_not_reported(records, step):
     session = session_of({weight("w"): spread({-3: 1000})}, measurements=measured)
     found = [each.step for each in analyse(session).findings if each.id == "gradients-inaccurate"]
     assert found == [step] * (step is not None)
+
+
+def test_errors_that_grow_in_all_layers_alike_are_information():
+    torch.manual_seed(0)
+    layers = [each for _ in range(24) for each in (nn.Linear(32, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU())]
+    model = nn.Sequential(*layers, nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def loss(step):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(torch.randn(8, 32)).float().square().mean()
+
+    found, session = inspected(model, optimizer, loss)
+    assert found["gradients-inaccurate"].severity == "info"
+    assert "grow in many layers alike" in found["gradients-inaccurate"].message
+    assert "rounding put the gradients off" not in " ".join(analyse(session).verdict.sentences)
+
+
+def test_a_healthy_verdict_says_by_how_much_rounding_put_the_gradients_off():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loss(step):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(torch.randn(64, 8)).float().square().mean()
+
+    _, session = inspected(model, optimizer, loss, second=(1, 2))
+    errors = [each.figures["error"] for each in session.measurements if each.what == "second-gradients"]
+    assert 0 < max(errors) < 0.05
+    (off,) = re.findall(
+        r"In 2 steps computed twice, rounding put the gradients off by at most ([\d.]+)%",
+        " ".join(analyse(session).verdict.sentences),
+    )
+    assert float(off) == pytest.approx(100 * max(errors), rel=0.05)
 
 
 @pytest.mark.parametrize(("scale", "is_found"), [(1.0, True), (2.0**20, False)])

@@ -232,12 +232,14 @@ def _nothing_wrong(session: Session) -> str:
     }
     errors = of_learning_steps(recorded(session.measurements, GradientsError))
     figures |= {"twice": len(errors), "off": max((each.error for each in errors), default=0.0)}
+    # A finding says more of larger errors.
+    is_close = bool(errors) and max(each.error for each in errors) < _CLOSE
     begins: tuple[_Nothing, ...] = (_Nothing.WRONG,)
     if (error := session.ended_by) is not None:
         is_exit = error.text.startswith(_EXIT)
         begins = (_Nothing.UNEXPLAINED_EXIT.when(is_exit) or _Nothing.UNEXPLAINED, _Nothing.WRONG_BEFORE_END)
     return text(
-        (*begins, searched, _Nothing.TWICE.when(errors), _Nothing.SKIPPED.when(progress.skipped_steps)), figures
+        (*begins, searched, _Nothing.TWICE.when(is_close), _Nothing.SKIPPED.when(progress.skipped_steps)), figures
     )
 
 
@@ -306,6 +308,8 @@ def _fits(session: Session, fp16: LossScaleAdvice) -> str:
     return text(says, figures)
 
 
+#: Errors of all gradients together from which on the verdict does not call them a bound.
+_CLOSE = 0.5
 #: The sentence mentions a smaller number of sampled steps.
 _FEW_STEPS = 5
 

@@ -1,10 +1,10 @@
-"""Sums up, line by line, how far operators raise the errors of their operands, in a step that is computed twice."""
+"""Sums up, by line and module, how far operators raise the errors of their operands, in a step that is computed twice."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,13 +15,15 @@ from mpinspect.ranges.records import GradientsError
 
 #: The relative error of rounding once to BF16. Smaller errors are not followed.
 _ROUNDING = 2.0**-8
+#: Number of elements from which an error is estimated: a factor of two between two of them is enough.
+_SAMPLE = 1 << 11
 #: Errors of this multiple of a result's size count as equal: a result that is all error has lost all that it had to lose.
 _ALL_ERROR = 2.0
 
 
 @dataclass(slots=True)
 class _Line:
-    """The operators of one line: the logarithm of the factor by which they raise errors, and the record of the worst one."""
+    """The operators of a line in a module: the logarithm of the factor by which they raise errors, and the worst one's record."""
 
     growth: float
     most: float
@@ -50,8 +52,8 @@ class Growth:
             describe: makes a record of the operator at its line.
         """
         before = max([_ROUNDING, *filter(None, map(self._errors.of, operands))])
-        exact = sample(twin)
-        error = min(ratio(float((sample(value) - exact).norm()), float(exact.norm())), _ALL_ERROR)
+        exact = sample(twin, _SAMPLE)
+        error = min(ratio(float((sample(value, _SAMPLE) - exact).norm()), float(exact.norm())), _ALL_ERROR)
         # False for the NaN of a twin that is infinite.
         is_off = error > _ROUNDING
         self._errors.put(value, error if is_off else None)
@@ -59,12 +61,14 @@ class Growth:
             return
         growth = math.log2((error if is_off else _ROUNDING) / before)
         record = describe()
-        line = self._lines.setdefault(record.names[1:3], _Line(0.0, growth, record))
+        line = self._lines.setdefault((record.name, *record.names[1:3]), _Line(0.0, growth, record))
         line.growth += growth
         if growth > line.most:
             line.most, line.record = growth, record
 
     def most(self) -> GradientsError | None:
-        """Return the record of the line that raises errors most; None if none does."""
+        """Return the record of the line that raises errors most, with its share of all that lines do; None if none does."""
         worst = max(self._lines.values(), key=lambda each: each.growth, default=None)
-        return worst.record if worst is not None and worst.growth > 1 else None
+        if worst is None or worst.growth <= 1:
+            return None
+        return replace(worst.record, share=worst.growth / sum(max(each.growth, 0.0) for each in self._lines.values()))

@@ -213,9 +213,9 @@ def _error(value: torch.Tensor, exact: torch.Tensor) -> Error:
     )
 
 
-def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return elements of a tensor, evenly spread, in FP32."""
-    return tensor.detach().flatten()[:: max(1, tensor.numel() // _SAMPLE)].float()
+def sample(tensor: torch.Tensor, most: int = _SAMPLE) -> torch.Tensor:
+    """Return some ``most`` elements of a tensor, evenly spread, in FP32."""
+    return tensor.detach().flatten()[:: max(1, tensor.numel() // most)].float()
 
 
 def _mean(tensor: torch.Tensor) -> float:

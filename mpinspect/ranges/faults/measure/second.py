@@ -648,8 +648,9 @@ class SecondComputation:
 
     def records(self) -> list[Record]:
         """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
-        worst, whose = self._gradients_error()
-        of_all = self._error_of_gradients()
+        errors = self._errors_of_gradients()
+        worst, whose = _worst_of(errors)
+        of_all = self._of_all_gradients(errors)
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
@@ -694,26 +695,6 @@ class SecondComputation:
         self._end()
         return [*found, *of_all]
 
-    def _error_of_gradients(self) -> list[GradientsError]:
-        """Return a record of the error of all gradients together; [] if none can be compared."""
-        sizes = {name: parameter.numel() ** 0.5 for name, parameter in self._parameters}
-        # Those of a compiled graph have no name.
-        compared = {name: each for name, each in self._errors_of_gradients().items() if name in sizes}
-        size = math.hypot(*(size * sizes[name] for name, (_, size) in compared.items()))
-        off = math.hypot(*(error * size * sizes[name] for name, (error, size) in compared.items()))
-        if not 0 < size < math.inf or not off < math.inf:
-            return []
-        record = self._growth.most() if off >= _OFF * size else None
-        record = record or GradientsError(names=("", "", ""), text=dtype_name(self._narrow))
-        mostly = sum(error >= _OFF for error, _ in compared.values())
-        zeroed = ratio(math.hypot(*map(self._zeroed, (each for _, each in self._parameters))), off)
-        return [replace(record, error=off / size, off=mostly, of=len(compared), size=size, zeroed=zeroed)]
-
-    def _zeroed(self, parameter: torch.nn.Parameter) -> float:
-        """Return the norm of the exact values of a gradient's elements that are zero in the run."""
-        twin = None if parameter.grad is None or not has_numbers(parameter.grad) else self.twin(parameter.grad)
-        return 0.0 if twin is None else float(twin[parameter.grad == 0].norm())
-
     def _errors_of_gradients(self) -> dict[str, tuple[float, float]]:
         """Return the relative error of each weight's gradient, and the root mean square of the exact one."""
         return self._errors | {
@@ -722,19 +703,27 @@ class SecondComputation:
             if parameter.grad is not None and has_numbers(parameter.grad) and self.twin(parameter.grad) is not None
         }
 
-    def _gradients_error(self) -> tuple[float | None, str]:
-        """Return the largest relative error of a weight's gradient, and the weight; None if none can be compared.
+    def _of_all_gradients(self, errors: dict[str, tuple[float, float]]) -> list[GradientsError]:
+        """Return a record of the error of all gradients together; [] if none can be compared."""
+        roots = {name: parameter.numel() ** 0.5 for name, parameter in self._parameters}
+        # Those of a compiled graph have no name.
+        compared = {name: each for name, each in errors.items() if name in roots}
+        size = math.hypot(*(size * roots[name] for name, (_, size) in compared.items()))
+        off = math.hypot(*(error * size * roots[name] for name, (error, size) in compared.items()))
+        if not 0 < size < math.inf or not off < math.inf:
+            return []
+        record: GradientsError | None = None
+        figures: dict[str, Any] = {"error": off / size, "of": len(compared), "size": size}
+        if off >= _OFF * size:
+            record, zeroed = self._growth.most(), math.hypot(*(self._zeroed(each) for _, each in self._parameters))
+            figures |= {"off": sum(error >= _OFF for error, _ in compared.values()), "zeroed": zeroed / off}
+        record = record or GradientsError(names=("", "", ""), text=dtype_name(self._narrow))
+        return [replace(record, **figures)]
 
-        A gradient that is zero but for rounding, such as that of a key's bias before a softmax, is left out.
-        """
-        found = self._errors_of_gradients()
-        if not found or not all(map(math.isfinite, itertools.chain(*found.values()))):
-            # A loss scale that is still too high makes infinities, which hide all rounding errors.
-            return None, ""
-        least = _ZERO_BUT_FOR_ROUNDING * max(size for _, size in found.values())
-        errors = {name: error for name, (error, size) in found.items() if size >= least}
-        whose = max(errors, key=lambda name: errors[name])
-        return errors[whose], whose
+    def _zeroed(self, parameter: torch.nn.Parameter) -> float:
+        """Return the norm of the exact values of a gradient's elements that are zero in the run."""
+        twin = None if parameter.grad is None or not has_numbers(parameter.grad) else self.twin(parameter.grad)
+        return 0.0 if twin is None else float(twin[parameter.grad == 0].norm())
 
     def _end(self) -> None:
         self._is_over = True
@@ -806,6 +795,23 @@ class SecondComputation:
     def _forget(self, results: list[torch.Tensor]) -> None:
         """Take results as exact."""
         self._twins.forget(each for each in results if has_numbers(each) or is_decision(each))
+
+
+def _worst_of(errors: dict[str, tuple[float, float]]) -> tuple[float | None, str]:
+    """Return the largest relative error of a weight's gradient, and the weight; None if none can be compared.
+
+    A gradient that is zero but for rounding, such as that of a key's bias before a softmax, is left out.
+
+    Args:
+        errors: by weight, the relative error of its gradient and the root mean square of the exact one.
+    """
+    if not errors or not all(map(math.isfinite, itertools.chain(*errors.values()))):
+        # A loss scale that is still too high makes infinities, which hide all rounding errors.
+        return None, ""
+    least = _ZERO_BUT_FOR_ROUNDING * max(size for _, size in errors.values())
+    large = {name: error for name, (error, size) in errors.items() if size >= least}
+    whose = max(large, key=lambda name: large[name])
+    return large[whose], whose
 
 
 def _at_its_line(record: Any) -> Any:

@@ -47,6 +47,8 @@ _MOSTLY = 0.5
 _LEAST_BRANCH = 2.0**-6
 #: The error of all gradients together, relative to their size, from which on they hardly point anywhere.
 _AS_LARGE = 1.0
+#: The least share of the growth of errors for which a line is to blame.
+_CONCENTRATED = 1 / 3
 #: The ids of findings that may follow from steps on wrong gradients, and from differences that are rounding error.
 _OF_WRONG_GRADIENTS = ("non-finite-event", "argument-out-of-range")
 #: More terms than a model has layers.
@@ -576,14 +578,15 @@ class _Inaccurate(Sentences):
     )
     GROWS = "The errors grow most in {place}, in {operator}."
     ORIGIN = "They begin in {origin_place}, where {origin_operator} rounds to {origin_dtype:format}."
+    SPREAD = "The errors grow in many layers alike, as those of deep networks with BatchNorm do when a training starts."
     LINE_IN_FP32 = "Compute this line in FP32, from values that were never rounded to {dtype:format}."
-    BY_PARTS = "Compute one part of the model after another in FP32, until the gradients agree."
 
 
 def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     """Gradients of the weights that are mostly rounding error, with the line at which the errors grow most.
 
-    It is an error if they are off by as much as their size.
+    It is an error if they are off by as much as their size, and an info if the errors grow in many layers alike: no line is to
+    blame, and most such trainings recover.
 
     False alarms: Gradients that cancel over a batch are small beside their rounding. So a step is left out if its gradients are
     smaller than a tenth of another step's, as in a model that has converged.
@@ -599,22 +602,26 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     )
     if any(each.step == first.step and gradients_off(each)[0] for each in others):
         return
-    operator, origin = first.names[0], origin_of(first)
-    says = (_Inaccurate.MOSTLY_ERROR, _Inaccurate.GROWS.when(operator), _Inaccurate.ORIGIN.when(origin))
-    fix = Born.FROM_ORIGIN_IN_FP32.when(origin) or _Inaccurate.LINE_IN_FP32.when(operator) or _Inaccurate.BY_PARTS
-    code = Born.CAST_BOTH.when(origin) or Born.CAST_INPUTS.when(operator)
-    words = {"off_by": _percent_up_to(first.error), "origin_expression": "f(z.float())", **words_of(origin)}
-    before = [origin.names[1]] if origin else []
-    is_grave = first.error >= _AS_LARGE
-    yield found_at(
-        first, says, fix, code, words, is_grave=is_grave, operator=operator * (origin is None), before=before
-    )
+    off_by = {"off_by": _percent_up_to(first.error)}
+    if first.share < _CONCENTRATED:
+        yield found_at(first, (_Inaccurate.MOSTLY_ERROR, _Inaccurate.SPREAD), (), (), off_by, severity="info", layer="")
+        return
+    origin = origin_of(first)
+    says = (_Inaccurate.MOSTLY_ERROR, _Inaccurate.GROWS, _Inaccurate.ORIGIN.when(origin))
+    fix = Born.FROM_ORIGIN_IN_FP32.when(origin) or _Inaccurate.LINE_IN_FP32
+    code = Born.CAST_BOTH.when(origin) or Born.CAST_INPUTS
+    words = {**off_by, "origin_expression": "f(z.float())", **words_of(origin)}
+    before, is_grave = [origin.names[1]] if origin else [], first.error >= _AS_LARGE
+    operator = first.names[0] * (origin is None)
+    yield found_at(first, says, fix, code, words, is_grave=is_grave, operator=operator, before=before)
 
 
 def _spoils_gradients(record: LostSum | AbsorbedOperand, case: Case) -> bool:
     """Return whether an operator's line is the one that makes the gradients of its step as wrong as they are large."""
     return any(
-        each.error >= _AS_LARGE and (each.step, each.names[1]) == (record.step, record.names[1])
+        each.error >= _AS_LARGE
+        and each.share >= _CONCENTRATED
+        and (each.step, each.names[1]) == (record.step, record.names[1])
         for each in case.recorded(GradientsError)
     )
 
