@@ -830,6 +830,7 @@ class FlushedResult(Record, kind="second-flushed"):
         times: how many results at one line these are the figures of.
         rows: the share of rows that lose nearly all of their elements in a cast to FP8 that suits others, 0..1.
         taken: of the sum of magnitudes of an optimizer's gradients, the share that became zero, 0..1; None outside of these.
+        emptied, weights: the optimizer's weights whose gradients lost half of theirs or more, and all; 0 in earlier sessions.
         exact: the exact number computed from them that the loop reads as zero; None if it reads none.
     """
 
@@ -840,6 +841,8 @@ class FlushedResult(Record, kind="second-flushed"):
     exact: float | None = None
     times: float = 1
     taken: float | None = None
+    emptied: float = 0
+    weights: float = 0
 
 
 class ReadNumber(Record, kind="second-read"):
@@ -973,6 +976,24 @@ class ChangedIntegers(Record, kind="second-integers"):
     of: float
     given: float
     exact: float
+
+
+class TruncatedWrite(ChangedIntegers, kind="second-truncated"):
+    """Numbers with fractions that were written into a tensor of integers, of the dtype in ``text``."""
+
+
+class ExpandedDistance(Record, kind="second-distance"):
+    """Distances that were computed from sums of large squares.
+
+    Args:
+        error: the norm of their error, relative to that of the exact ones.
+        largest: the largest magnitude of a coordinate.
+        typical: the median of the exact distances.
+    """
+
+    error: float
+    largest: float
+    typical: float
 
 
 class ChangedChoices(Record, kind="second-choices"):

@@ -352,3 +352,79 @@ def test_a_constant_factor_of_all_losses_is_taken_for_a_loss_scale_if_it_is_larg
 
     found, _ = inspected(model, optimizer, loss, steps=10)
     assert found["scaler-missing-in-float16"].severity == severity
+
+
+@pytest.mark.parametrize(
+    ("centre", "mode", "is_found"),
+    [
+        (5e6, "use_mm_for_euclid_dist", True),
+        (5e6, "donot_use_mm_for_euclid_dist", False),
+        (0.0, "use_mm_for_euclid_dist", False),
+    ],
+)
+def test_distances_that_are_the_difference_of_large_squares_are_reported(centre, mode, is_found):
+    torch.manual_seed(0)
+    model = nn.Linear(40, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    points = centre + 1000 * torch.rand(40, 2)
+
+    def loss(step):
+        return model(torch.cdist(points[:30], points, compute_mode=mode) / 1000).square().mean()
+
+    found, _ = inspected(model, optimizer, loss)
+    finding = found.get("result-is-rounding-error")
+    assert (finding is not None) == is_found
+    if finding is not None:
+        exact = torch.cdist(points[:30].double(), points.double(), compute_mode="donot_use_mm_for_euclid_dist")
+        given = torch.cdist(points[:30], points, compute_mode=mode)
+        assert finding.evidence["error"] == pytest.approx(float((given - exact).norm() / exact.norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "is_found"),
+    [
+        (lambda actions, values: torch.zeros_like(actions), True),
+        (lambda actions, values: torch.zeros_like(values), False),
+        (lambda actions, values: torch.zeros(16, dtype=torch.int32), True),
+    ],
+)
+@pytest.mark.parametrize("offset", [0.5, 0.0], ids=["fractions", "whole numbers"])
+def test_fractions_that_are_written_into_a_tensor_of_integers_are_reported(make, is_found, offset):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loss(step):
+        actions, values = torch.randint(4, (16,)), torch.arange(16.0) + offset
+        returns = make(actions, values)
+        returns[:] = values
+        return (model(torch.randn(16, 8))[:, 0] - returns.float()).square().mean()
+
+    found, _ = inspected(model, optimizer, loss)
+    is_found = is_found and bool(offset)
+    assert ("integers-rounded" in found) == is_found
+    if is_found:
+        assert "16 of 16 numbers" in found["integers-rounded"].message
+        assert "0.5 became 0" in found["integers-rounded"].message
+
+
+@pytest.mark.parametrize(("sizes", "is_found"), [((1.0, 1e-5), True), ((1.0, 1e-9), False), ((1.0, 1.0), False)])
+def test_small_gradients_that_an_exchange_in_fp16_flushes_are_reported_unless_they_are_rounding(sizes, is_found):
+    torch.manual_seed(0)
+    model = nn.ParameterList([torch.randn(64) for _ in sizes])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with Inspector(model, optimizers=optimizer, second=(1,)) as inspector:
+        for _ in range(4):
+            optimizer.zero_grad()
+            sum(
+                1e-3 * size * (each * torch.randn(64)).sum() for each, size in zip(model, sizes, strict=True)
+            ).backward()
+            with torch.no_grad():
+                for each in model:
+                    each.grad = each.grad.half().float()
+            optimizer.step()
+    found = {each.id: each for each in analyse(inspector.session()).findings}
+    finding = found.get("gradients-flushed-before-step")
+    assert (finding is not None) == is_found
+    if finding is not None:
+        assert "These are most of the gradients of 1 of 2 weights" in finding.message

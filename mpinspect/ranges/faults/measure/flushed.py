@@ -22,7 +22,7 @@ from mpinspect.ranges.capture.loaded_states import cast_to_half, was_loaded
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
 from mpinspect.ranges.faults.measure.operands import is_in_forward
-from mpinspect.ranges.faults.measure.twins import Marks
+from mpinspect.ranges.faults.measure.twins import ZERO_BUT_FOR_ROUNDING, Marks
 from mpinspect.ranges.records import (
     DividedInHalf,
     FlushedResult,
@@ -46,7 +46,8 @@ _NEARLY_ALL, _MOST_OF_SUM = 0.9, 0.5
 _VANISHING_ROWS = 0.1
 #: The least share of a tensor's sum of magnitudes, cut off by a clamp to FP8's range, that is recorded.
 _CUT = 0.05
-#: The share of the sum of magnitudes of an optimizer's gradients, become zero at one line, that is recorded.
+#: The share of an optimizer's gradients that become zero at one line, by their sum of magnitudes or by their number, that is
+#: recorded.
 _MATTERS = 0.1
 #: Maximum number of parameters in a record.
 _MOST_NAMES = 200
@@ -241,15 +242,27 @@ class Flushes:
             gradients: each with its exact values.
         """
         total, lost = 0.0, defaultdict[tuple[str, ...], float](float)
+        #: The root mean square of each gradient, and the line at which it has lost half or more.
+        sizes_and_lines: list[tuple[float, tuple[str, ...]]] = []
         for gradient, exact in gradients if self._of else ():
             sizes = exact.detach().float().abs()
-            total += float(sizes.sum())
+            whole = float(sizes.sum())
+            line: tuple[str, ...] = ()
+            total += whole
             if (origin := self._of.of(gradient)) is not None:
-                lost[origin.names[:2]] += float(sizes[gradient == 0].sum())
+                size = float(sizes[gradient == 0].sum())
+                lost[origin.names[:2]] += size
+                line = origin.names[:2] if size >= _MOSTLY * whole else ()
+            sizes_and_lines.append((float(sizes.norm()) / max(sizes.numel(), 1) ** 0.5, line))
+        largest = max((size for size, _ in sizes_and_lines), default=0.0)
+        counted = [line for size, line in sizes_and_lines if size > ZERO_BUT_FOR_ROUNDING * largest]
         for place, size in lost.items():
-            if size and size >= _MATTERS * total:
+            # An optimizer like Adam makes equal steps of small and large gradients.
+            emptied = counted.count(place)
+            if size and (size >= _MATTERS * total or emptied >= _MATTERS * len(counted) > 0):
                 alike = [each for each in self.all if each.names[:2] == place]
-                self.of_gradients.append(replace(_together(alike), taken=size / total))
+                record = replace(_together(alike), taken=size / total, emptied=emptied, weights=len(counted))
+                self.of_gradients.append(record)
 
     def most(self) -> list[FlushedResult]:
         """Return the result with the most flushed elements."""

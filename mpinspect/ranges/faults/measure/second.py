@@ -62,7 +62,14 @@ from mpinspect.ranges.faults.measure.operands import (
 )
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
-from mpinspect.ranges.faults.measure.twins import Twins, distance, have_one_layout, is_equal, is_finite
+from mpinspect.ranges.faults.measure.twins import (
+    ZERO_BUT_FOR_ROUNDING,
+    Twins,
+    distance,
+    have_one_layout,
+    is_equal,
+    is_finite,
+)
 from mpinspect.ranges.records import (
     MOSTLY_ERROR,
     AbsorbedOperand,
@@ -140,8 +147,6 @@ _FEWEST_OF_ONE = 16
 _OFF = 0.5
 #: The largest inherited error before a difference whose result is mostly error.
 _UNCANCELLED = 0.05
-#: A gradient of this part of the largest one, by root mean square, is zero but for rounding in FP32.
-_ZERO_BUT_FOR_ROUNDING = 2.0**-20
 #: The least error of a result, and its least ratio to that of the inputs, of an operator that is recorded where the gradients are
 #: off by as much as their size and no other operator explains it.
 _RAISED, _RAISED_TIMES, _USELESS_GRADIENTS = 0.1, 10.0, 1.0
@@ -808,7 +813,7 @@ def _worst_of(errors: dict[str, tuple[float, float]]) -> tuple[float | None, str
     if not errors or not all(map(math.isfinite, itertools.chain(*errors.values()))):
         # A loss scale that is still too high makes infinities, which hide all rounding errors.
         return None, ""
-    least = _ZERO_BUT_FOR_ROUNDING * max(size for _, size in errors.values())
+    least = ZERO_BUT_FOR_ROUNDING * max(size for _, size in errors.values())
     large = {name: error for name, (error, size) in errors.items() if size >= least}
     whose = max(large, key=lambda name: large[name])
     return large[whose], whose

@@ -18,6 +18,7 @@ from mpinspect.ranges.capture import optimizer_steps, scalers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import LATER_STEPS, StepChoice, StepClock
 from mpinspect.ranges.capture.weights import RarerWork
+from mpinspect.ranges.faults.measure.lossy_calls import LossyCalls
 from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.second import SecondComputation
@@ -220,7 +221,8 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         by_hand: bool = False,
     ) -> None:
         self._powers = None if is_compiled else PowersOfScale(running.path, parameters)
-        followers = [each for each in (self._powers, StuckNumbers(running.path)) if each is not None]
+        others = (StuckNumbers(running.path), LossyCalls(running.path))
+        followers = [each for each in (self._powers, *others) if each is not None]
         super().__init__(WholeStep(running.path, parameters, buffers, by_hand), running, followers, failed)
         self._thread = threading.get_ident()
 

@@ -17,6 +17,8 @@ from mpinspect.runtime.storages import StorageReference, storage_key
 TWIN_DTYPES = {**dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32), torch.bool: torch.bool}
 #: Elements that are compared in FP32 at once, so that the copies stay in the processor's cache.
 _PIECE = 1 << 17
+#: A gradient of this part of the largest one, by root mean square, is zero but for rounding in FP32.
+ZERO_BUT_FOR_ROUNDING = 2.0**-20
 
 
 class Twin(NamedTuple):

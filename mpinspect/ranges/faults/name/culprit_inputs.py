@@ -357,6 +357,10 @@ class _Argument(Sentences):
         "gradient of the discarded value is computed too."
     )
     IN_FP32 = "Do it in FP32: in 16 bits the constant may be rounded away."
+    IN_FP64 = (
+        "If it cannot be negative in exact arithmetic, as a variance, its sign is rounding error: compute it in float64, or in a "
+        "form without differences."
+    )
     ROUNDED_DIFFERENCE = (
         "Compute the terms of this difference in FP32, from inputs in FP32: rounding to 16 bits makes an error of up to 0.4% of "
         "the largest term, which may exceed the difference."
@@ -495,7 +499,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         also = _Argument.EQUAL_TERMS.when(fix is _Argument.ROUNDED_DIFFERENCE and "of zero" in measured.text)
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
-        cast = ".float()" * is_narrow
+        bits, cast = _in_more_bits(measured, is_narrow) if at_an_edge else None, ".float()" * is_narrow
         nearest = _nearest_end(case, measured) if CONSTANT in measured.text else None
         code = _ArgumentCode.BEYOND if nearest else code
         lines, further = _lines(case, measured)
@@ -524,7 +528,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
                 _Argument.ROUNDED.when(rounded),
                 _Argument.FURTHER.when(further),
             ],
-            (_Argument.NEAREST_IN_FP32.when(nearest), fix, also, _Argument.IN_FP32.when(is_narrow and at_an_edge)),
+            (_Argument.NEAREST_IN_FP32.when(nearest), fix, also, bits),
             _Argument.WITHOUT_AUTOCAST.when(code and is_narrow) or code,
             words,
             {"operator": measured.text, "line": line},
@@ -619,6 +623,10 @@ def of_operation(records: Iterable[AnyRecord], measured: Examined) -> AnyRecord 
         if phase == "forward" and words and words in measured.text:
             return record
     return None
+
+
+def _in_more_bits(measured: Examined, is_narrow: bool) -> _Argument | None:
+    return _Argument.IN_FP32.when(is_narrow) or _Argument.IN_FP64.when("negative" in measured.text)
 
 
 def _effect(measured: Examined, event: Event | None) -> _Argument:

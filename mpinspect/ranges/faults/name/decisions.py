@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from mpinspect.numeric.formats import FLOAT32
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
 from mpinspect.ranges.faults.name.operators import MATTERS, by_place, found_at
-from mpinspect.ranges.records import ChangedChoices, ChangedIntegers
+from mpinspect.ranges.records import ChangedChoices, ChangedIntegers, TruncatedWrite
 from mpinspect.reporting.sentences import Sentences
 
 
@@ -16,16 +18,31 @@ class _Integers(Sentences):
         "In step {step}, in {place}, whole numbers pass through {dtype:format} before they become integers, which "
         "changed {changed:.0f} of the {of:.0f}: {exact:.0f} became {given:.0f}."
     )
+    TRUNCATED = (
+        "In step {step}, in {place}, {changed:.0f} of {of:.0f} numbers that are written into a tensor of {into} have a fraction, "
+        "which it drops: {exact:.4g} became {given:.0f}. The precision of the training has no part in that."
+    )
+    OF_NUMBERS = (
+        "Make this tensor with the dtype of the numbers; zeros_like and empty_like take that of their argument."
+    )
+    OF_DTYPE = "values = torch.zeros_like(\n    integers, dtype=torch.float32\n)"
     APART = "Keep ids, indices and counts in an integer tensor of their own, which is not cast to 16 bits."
     CAST_THE_REST = "# from the FP32 batch\nids = batch[:, 0].long()\nfeatures = batch[:, 1:].to(torch.{dtype})"
 
 
 def _integers_rounded(case: Case) -> Iterator[Found]:
-    """Ids, indices or counts that pass through a 16-bit format and are made integers again.
+    """Ids, indices or counts that pass through a 16-bit format and are made integers again. Or numbers with a fraction that an
+    assignment writes into a tensor of integers.
 
-    False alarms: The change is measured: all were whole numbers before the cast, and some are others after it.
+    False alarms: The change is measured: all were whole numbers before the cast, and some are others after it; of the numbers
+    that are written, half have a fraction or more. An assignment may drop fractions on purpose.
     """
-    for changed in by_place(case.recorded(ChangedIntegers), "changed"):
+    for written in by_place(case.recorded(TruncatedWrite), "changed"):
+        of_format = replace(written, text=FLOAT32.name)
+        words = {"into": written.text}
+        yield found_at(of_format, _Integers.TRUNCATED, _Integers.OF_NUMBERS, _Integers.OF_DTYPE, words)
+    rounded = (each for each in case.recorded(ChangedIntegers) if not isinstance(each, TruncatedWrite))
+    for changed in by_place(rounded, "changed"):
         yield found_at(changed, _Integers.CHANGED, _Integers.APART, _Integers.CAST_THE_REST)
 
 

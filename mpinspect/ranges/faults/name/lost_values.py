@@ -28,6 +28,7 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     BornInfinite,
     DividedInHalf,
+    ExpandedDistance,
     FlushedResult,
     FrozenBuffer,
     GradientsError,
@@ -310,6 +311,7 @@ class _Taken(Sentences):
         "to {largest:.2g}; FP16 flushes magnitudes of 3e-8 and below. The optimizer takes zeros for {taken:percent} of its "
         "gradients' sum of magnitudes."
     )
+    EMPTIED = "These are most of the gradients of {emptied:.0f} of {weights:.0f} weights."
     WIDER = (
         "Exchange and sum gradients in BF16 or FP32. In FP16 multiply them by a scale before the cast, such as 2^16, and divide "
         "by it in FP32 after the sum."
@@ -320,15 +322,18 @@ class _Taken(Sentences):
 def _gradients_flush(case: Case) -> Iterator[Found]:
     """Gradients that flush in FP16 between a backward and the optimizer, as in a cast for an exchange between ranks.
 
-    It is an error if half of the gradients' sum of magnitudes becomes zero.
+    It is an error if half of the gradients' sum of magnitudes becomes zero, or half of the weights lose most of theirs.
 
-    False alarms: The share is measured, and reported from a tenth on. Gradients that a hook of a backward casts are left out.
+    False alarms: The shares are measured, and reported from a tenth of the sum, or of the weights, on. Gradients that a hook of a
+    backward casts are left out.
     """
     divided = {each.text for each in case.recorded(DividedInHalf)}
     for flushed in by_place(case.recorded(FlushedResult), "flushed"):
         if flushed.taken is not None and flushed.names[1] not in divided:
-            words, is_grave = {"count": int(flushed.elements)}, flushed.taken >= _MOSTLY
-            yield found_at(flushed, _Taken.BECOME_ZERO, _Taken.WIDER, _Taken.TO_BF16, words, is_grave=is_grave)
+            words = {"count": int(flushed.elements)}
+            is_grave = flushed.taken >= _MOSTLY or flushed.emptied >= _MOSTLY * (flushed.weights or 1)
+            says = (_Taken.BECOME_ZERO, _Taken.EMPTIED.when(flushed.emptied))
+            yield found_at(flushed, says, _Taken.WIDER, _Taken.TO_BF16, words, is_grave=is_grave)
 
 
 def _operator_flushes(case: Case) -> Iterator[Found]:
@@ -444,6 +449,15 @@ class _Left(Sentences):
         "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
         "multiplies that error by {times:.0f}: its {inputs} off by {before:percent}, its result is off by {off}."
     )
+    EXPANDED = (
+        "In step {step}, in {place}, distances of points with coordinates up to {largest:.4g} are off by {off}. torch.cdist "
+        "computes them from squares, |a|^2 + |b|^2 - 2ab, whose rounding in FP32 is larger than the squares of these distances, "
+        "{typical:.3g} in the median. Autocast has no part in that."
+    )
+    BY_DIFFERENCES = (
+        "Subtract the points' centre before their distances are computed, or have these computed from differences."
+    )
+    NO_PRODUCT = 'exact = "donot_use_mm_for_euclid_dist"\ndistances = torch.cdist(\n    a, b, compute_mode=exact\n)'
     SIGN_OF_ZERO = (
         "In step {measured}, in {place}, a sign is 0 for numbers that were flushed to zero: in FP32 they differ from it, and the "
         "signs are off by {off}."
@@ -487,6 +501,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
     follows, except for a difference in 16 bits outside of modules, as in a loss. The finding is inferred for data of 16 bits with
     fractions, and beyond 2^24 in FP32: the numbers may be multiples of the format's spacing by chance.
     """
+    yield from _distances_lost(case)
     first = first_event(case)
     flushed = _flushed_lines(case)
     others = (each for each in case.recorded(AmplifiedError) if each.names[1] not in flushed)
@@ -527,6 +542,13 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             before=[origin.names[1]] if origin else [],
             step=step,
         )
+
+
+def _distances_lost(case: Case) -> Iterator[Found]:
+    """Yield distances that are the small difference of large squares."""
+    for found in by_place(case.recorded(ExpandedDistance), "error"):
+        off = {"off": _percent_up_to(found.error)}
+        yield found_at(found, _Left.EXPANDED, _Left.BY_DIFFERENCES, _Left.NO_PRODUCT, off)
 
 
 def _of_rounded_numbers(cancelled: AmplifiedError, case: Case) -> Found:

@@ -1,0 +1,97 @@
+"""Judges calls that lose digits in any precision: distances by expanded squares, and fractions written to integers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from mpinspect.numeric.exponents import ratio
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.operands import has_numbers, is_in_forward, is_integer
+from mpinspect.ranges.records import ExpandedDistance, Record, TruncatedWrite
+from mpinspect.runtime.user_line import innermost_line
+
+aten = torch.ops.aten
+
+#: Number of points of each side whose distances are computed again in FP64.
+_MOST_POINTS = 256
+#: The least error of distances, relative to their norm, that is recorded.
+_OFF = 0.1
+#: The least share of numbers with a fraction, of those that are written to integers.
+_FRACTIONS = 0.5
+
+
+class LossyCalls:
+    """Records the first call of each kind.
+
+    Args:
+        module: returns the dotted path of the module that is running.
+    """
+
+    def __init__(self, module: Callable[[], str]) -> None:
+        self._module = module
+        self._distance: ExpandedDistance | None = None
+        self._written: TruncatedWrite | None = None
+
+    def ran(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        frame: FrameType,
+        in_optimizer: bool,
+    ) -> None:
+        """Judge an operator; ``frame`` is its caller's. Waits for the device."""
+        operator = func.overloadpacket
+        if operator is aten._euclidean_dist and self._distance is None and is_in_forward():
+            self._compare(args[0], args[1], result, frame)
+        elif operator is aten.copy_ and self._written is None and is_in_forward():
+            self._write(args[0], args[1], frame)
+
+    def records(self) -> list[Record]:
+        """Return the records."""
+        return list(filter(None, [self._distance, self._written]))
+
+    def _compare(self, one: Any, other: Any, distances: Any, frame: FrameType) -> None:
+        """Compare some distances, which torch computes as |a|^2 + |b|^2 - 2ab, with those of the points' differences."""
+        if (
+            one.dtype is not torch.float32
+            or not all(map(has_numbers, (one, other, distances)))
+            or not distances.numel()
+        ):
+            return
+        rows, columns = (each.detach()[..., :_MOST_POINTS, :].double() for each in (one, other))
+        exact = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
+        given = distances.detach()[..., :_MOST_POINTS, :_MOST_POINTS].double()
+        error = ratio(float((given - exact).norm()), float(exact.norm()))
+        if error >= _OFF:
+            self._distance = ExpandedDistance(
+                name=self._module(),
+                names=("cdist", innermost_line(frame), "forward"),
+                text="float32",
+                error=error,
+                largest=float(torch.maximum(rows.abs().max(), columns.abs().max())),
+                typical=float(exact.median()),
+            )
+
+    def _write(self, target: Any, values: Any, frame: FrameType) -> None:
+        """Judge a write of numbers with fractions into a tensor of integers, which an assignment does without a word."""
+        if not is_integer(target) or not isinstance(values, torch.Tensor) or not values.is_floating_point():
+            return
+        lost = values.detach() != values.detach().trunc()
+        changed, of = int(lost.sum()), values.numel()
+        if changed >= _FRACTIONS * max(of, 1):
+            first = float(values.detach()[lost].flatten()[0])
+            self._written = TruncatedWrite(
+                name=self._module(),
+                names=("copy_", innermost_line(frame), "forward"),
+                text=dtype_name(target.dtype),
+                changed=changed,
+                of=of,
+                given=float(int(first)),
+                exact=first,
+            )
