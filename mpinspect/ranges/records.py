@@ -502,6 +502,7 @@ class RateFallen(Record, kind="rate-fallen"):
         highest, latest: the largest of its learning rates in the run, and at its end.
         compared: a measured step, the first with such rates or the one before.
         moved: the weights' change from the end of that step to the run's end, as a part of their norm.
+        by_metric: whether a ReduceLROnPlateau existed then; None in sessions of earlier versions.
     """
 
     steps: float
@@ -510,6 +511,7 @@ class RateFallen(Record, kind="rate-fallen"):
     latest: float
     compared: float
     moved: float
+    by_metric: bool | None = None
 
 
 # -- masters --------------------------------------------------------------------------------------------------------------
@@ -978,8 +980,18 @@ class ChangedIntegers(Record, kind="second-integers"):
     exact: float
 
 
-class TruncatedWrite(ChangedIntegers, kind="second-truncated"):
-    """Numbers with fractions that were written into a tensor of integers, of the dtype in ``text``."""
+class TruncatedWrite(Record, kind="second-truncated"):
+    """Numbers with fractions that were written into a tensor of integers. The fourth of ``names`` is that tensor's dtype.
+
+    Args:
+        changed: how many of the ``of`` numbers have a fraction.
+        given, exact: what the first of these became, and the number itself.
+    """
+
+    changed: float
+    of: float
+    given: float
+    exact: float
 
 
 class ExpandedDistance(Record, kind="second-distance"):

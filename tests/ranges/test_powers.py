@@ -464,6 +464,17 @@ def test_a_backward_that_drops_the_scale_is_named(clips):
     assert Training().followed(lambda training: own_backward(training, multiplies=True, clips=clips)) == []
 
 
+def gradients_by_numpy(training):
+    training.scaler.scale(OwnGradient.apply(training.model(torch.randn(6, 8)), True)).backward()
+    for parameter in training.model.parameters():
+        parameter.grad = torch.from_numpy(parameter.grad.numpy().copy())
+    training.step()
+
+
+def test_gradients_that_code_outside_of_torch_wrote_have_no_known_scale():
+    assert Training().followed(gradients_by_numpy) == []
+
+
 @pytest.mark.parametrize("scale", [4096.0, 64.0])
 def test_squares_of_scaled_gradients_that_an_optimizer_takes_are_found(scale):
     (mixed,) = Training(Curvature, scale).followed(squares_of_scaled)

@@ -215,5 +215,6 @@ def test_a_loop_without_a_backward_is_told_of_additions_without_effect(dtype, si
             else:
                 weight = weight + (sign * size * torch.ones(256)).to(dtype)
     told = [each for each in run.seen.sentences() if "left 100% of the elements as they were" in each]
-    assert len(told) == is_told
+    # A sum that is another tensor each time may be an activation.
+    assert len(told) == (is_told and in_place)
     assert all("in BF16" in each and "80 additions" in each and "test_preparation.py:" in each for each in told)

@@ -10,7 +10,8 @@ import torch
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.operands import has_numbers, is_in_forward, is_integer
+from mpinspect.ranges.faults.measure.operands import has_numbers, is_in_forward
+from mpinspect.ranges.faults.measure.rounded_numbers import is_readable
 from mpinspect.ranges.records import ExpandedDistance, Record, TruncatedWrite
 from mpinspect.runtime.user_line import innermost_line
 
@@ -20,8 +21,11 @@ aten = torch.ops.aten
 _MOST_POINTS = 256
 #: The least error of distances, relative to their norm, that is recorded.
 _OFF = 0.1
-#: The least share of numbers with a fraction, of those that are written to integers.
-_FRACTIONS = 0.5
+#: The dtypes of labels and counters; 8 bits are for quantised values, which a script rounds on purpose.
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16})
+#: The least share, and number, of numbers with a fraction of those that are written to integers. A single one may be a constant
+#: that torch itself converts.
+_FRACTIONS, _FEWEST = 0.5, 4
 
 
 class LossyCalls:
@@ -49,7 +53,7 @@ class LossyCalls:
         operator = func.overloadpacket
         if operator is aten._euclidean_dist and self._distance is None and is_in_forward():
             self._compare(args[0], args[1], result, frame)
-        elif operator is aten.copy_ and self._written is None and is_in_forward():
+        elif operator is aten.copy_ and self._written is None and is_in_forward() and not in_optimizer:
             self._write(args[0], args[1], frame)
 
     def records(self) -> list[Record]:
@@ -64,9 +68,13 @@ class LossyCalls:
             or not distances.numel()
         ):
             return
-        rows, columns = (each.detach()[..., :_MOST_POINTS, :].double() for each in (one, other))
+        # Of several batches, the first.
+        one, other, distances = (
+            each.detach().flatten(0, -3)[0] if each.dim() > 2 else each for each in (one, other, distances)
+        )
+        rows, columns = (each.detach()[:_MOST_POINTS].double() for each in (one, other))
         exact = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
-        given = distances.detach()[..., :_MOST_POINTS, :_MOST_POINTS].double()
+        given = distances.detach()[:_MOST_POINTS, :_MOST_POINTS].double()
         error = ratio(float((given - exact).norm()), float(exact.norm()))
         if error >= _OFF:
             self._distance = ExpandedDistance(
@@ -80,16 +88,18 @@ class LossyCalls:
 
     def _write(self, target: Any, values: Any, frame: FrameType) -> None:
         """Judge a write of numbers with fractions into a tensor of integers, which an assignment does without a word."""
-        if not is_integer(target) or not isinstance(values, torch.Tensor) or not values.is_floating_point():
+        if target.dtype not in _INTEGERS or not is_readable(target):
             return
-        lost = values.detach() != values.detach().trunc()
+        if not is_readable(values) or not values.is_floating_point():
+            return
+        lost = (values.detach() != values.detach().trunc()) & values.detach().isfinite()
         changed, of = int(lost.sum()), values.numel()
-        if changed >= _FRACTIONS * max(of, 1):
+        if changed >= max(_FRACTIONS * of, _FEWEST):
             first = float(values.detach()[lost].flatten()[0])
             self._written = TruncatedWrite(
                 name=self._module(),
-                names=("copy_", innermost_line(frame), "forward"),
-                text=dtype_name(target.dtype),
+                names=("copy_", innermost_line(frame), "forward", dtype_name(target.dtype)),
+                text="float32",
                 changed=changed,
                 of=of,
                 given=float(int(first)),

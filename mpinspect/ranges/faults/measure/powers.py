@@ -136,8 +136,9 @@ class PowersOfScale:
         for before, after in zip(_tensors(given), _tensors(scaled), strict=False):
             self._set(after, _times(self._power(before), 1.0))
         nodes = walk([each.grad_fn for each in _tensors(scaled) if each.grad_fn is not None], _MOST_NODES)
-        own = (each for each in nodes if isinstance(each, torch.autograd.function.BackwardCFunction))
-        self._own_backwards = tuple(dict.fromkeys(type(each).__name__.removesuffix("Backward") for each in own))
+        own = (type(each) for each in nodes if isinstance(each, torch.autograd.function.BackwardCFunction))
+        names = (each.__name__.removesuffix("Backward") for each in own if not _is_of_torch(each))
+        self._own_backwards = tuple(dict.fromkeys((*self._own_backwards, *names)))
 
     def ran(
         self,
@@ -180,10 +181,13 @@ class PowersOfScale:
     def _divide(self, gradients: list[torch.Tensor], by: torch.Tensor, frame: FrameType) -> None:
         """Follow a scaler's division, and record one of gradients that lost the scale in a function's own backward."""
         for gradient in gradients:
-            if self._own_backwards and self._power(gradient) == 0.0 and self._found is None:
+            # Code outside of torch may have written a gradient that no operator has.
+            known = self._known.of(gradient)
+            power = None if known in (None, (EMPTY,)) else known[0]
+            if self._own_backwards and power == 0.0 and self._found is None:
                 found = self._mixed(_Operator("div", (), frame, False), (0.0, -1.0), "function", (gradient,))
                 self._found = found and replace(found, names=("", "", *self._own_backwards))
-            self._set(gradient, _times(self._power(gradient), self._power(by)))
+            self._set(gradient, _times(power, self._power(by)))
 
     def _one(self, operator: _Operator, result: Any) -> None:
         is_in_place = operator.name.endswith("_")
@@ -453,6 +457,11 @@ def rows(args: tuple[Any, ...], result: Any) -> Iterator[tuple[tuple[Any, ...], 
     """Yield the arguments and the result of each call that a foreach operator stands for."""
     for place, made in enumerate(result or args[0]):
         yield tuple(each[place] if isinstance(each, (list, tuple)) else each for each in args), made
+
+
+def _is_of_torch(node: type[Any]) -> bool:
+    """Return whether a function with a backward in Python is torch's own, such as that of checkpointing."""
+    return str(getattr(node, "_forward_cls", node).__module__).partition(".")[0] == "torch"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -20,7 +20,6 @@ from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.operands import (
     ADDITIONS,
     Pending,
-    has_numbers,
     is_narrow,
     local_result,
     numbers_of,
@@ -44,8 +43,9 @@ _LEAST = 0.05
 _NEGLIGIBLE = 2.0**-11
 #: The least share of whole numbers that a cast changes.
 _CHANGED = 0.01
-#: The fewest additions at one line, and the share of elements without a change, of which a run without a training is told.
-_MANY_ADDITIONS, _MOSTLY = 64, 0.5
+#: The fewest additions at one line, and to one tensor, and the share of elements without a change, of which a run without a
+#: training is told.
+_MANY_ADDITIONS, _MANY_TO_ONE, _MOSTLY = 64, 16, 0.5
 #: The most operators that are recorded.
 _MOST = 3
 
@@ -65,8 +65,11 @@ class PreparedTensors(SecondComputation):
         #: The operators (name, line, module and dtype) to which tensors owe infinities and NaNs, or elements that were flushed.
         self._breaking: Marks[tuple[str, ...]] = Marks()
         self._flushing: Marks[tuple[str, ...]] = Marks()
-        #: By line and dtype, the additions, the elements that they were to change, and those that they left as they were.
-        self._added: defaultdict[tuple[str, torch.dtype], list[int]] = defaultdict(lambda: [0, 0, 0])
+        #: How often numbers were added to each tensor in place.
+        self._times: Marks[int] = Marks()
+        #: By line and dtype, the most additions to one tensor, all additions, the elements that these were to change, and the
+        #: elements that they left as they were.
+        self._added: defaultdict[tuple[str, torch.dtype], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
         """Prepare an operator's second run; operators on FP32 tensors without twins are left out."""
@@ -106,12 +109,13 @@ class PreparedTensors(SecondComputation):
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         super()._compare(pending, value, twin)
-        before = pending.given[0][0] if pending.old is None else pending.old
-        if pending.func.overloadpacket in ADDITIONS and is_narrow(value) and has_numbers(before):
-            is_changed = summands(pending, value)[1] != 0
-            of, unchanged = int(is_changed.sum()), int((is_changed & (value == before)).sum())
-            so_far = self._added[innermost_line(pending.frame), value.dtype]
-            so_far[:] = map(sum, zip(so_far, (1, of, unchanged), strict=True))
+        if pending.old is not None and pending.func.overloadpacket in ADDITIONS:
+            times = (self._times.of(value) or 0) + 1
+            self._times.put(value, times)
+            is_changed = (summands(pending, value)[1] != 0).expand_as(value)
+            of, unchanged = int(is_changed.sum()), int((is_changed & (value == pending.old)).sum())
+            line = self._added[innermost_line(pending.frame), value.dtype]
+            line[:] = max(line[0], times), *map(sum, zip(line[1:], (1, of, unchanged), strict=True))
         broken = flushed = None
         if not is_finite(value) and is_finite(twin):
             broken = self._earlier(self._breaking, pending) or self._origin(pending, value)
@@ -140,8 +144,8 @@ class PreparedTensors(SecondComputation):
         return [
             f"in {line}, {number_of(times, 'addition')} in {format_name(dtype_name(dtype))} left {percent(unchanged / of)} of "
             "the elements as they were: half the distance of neighbouring numbers is larger. Keep such tensors in FP32"
-            for (line, dtype), (times, of, unchanged) in self._added.items()
-            if times >= _MANY_ADDITIONS and unchanged >= _MOSTLY * of > 0
+            for (line, dtype), (most, times, of, unchanged) in self._added.items()
+            if most >= _MANY_TO_ONE and times >= _MANY_ADDITIONS and unchanged >= _MOSTLY * of > 0
         ]
 
     def _of_result(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:

@@ -177,8 +177,8 @@ class RoundedNumbers:
         """Return whether values may be compared; subtract the cost from the remaining allowance."""
         if (
             self.found is not None
-            or not _is_readable(source)
-            or not _is_readable(result)
+            or not is_readable(source)
+            or not is_readable(result)
             or result.dtype not in FIRST_LOST
             or source.numel() < _FEWEST + _FEWEST_LOST
             or source.is_complex()
@@ -238,7 +238,9 @@ class RoundedNumbers:
             self._rounded.put(result, rounded)
 
 
-def coarse_difference(one: Any, other: Any, is_sum: bool) -> tuple[torch.dtype, dict[str, float]] | None:
+def coarse_difference(
+    one: Any, other: Any, is_sum: bool, dtype: torch.dtype | None
+) -> tuple[torch.dtype, dict[str, float]] | None:
     """Return the dtype of numbers whose difference is a few units in their last place, and figures of it; else None.
 
     These are FP32 numbers beyond 2^24; or many numbers with a fraction that were rounded to 16 bits, such as data, from which
@@ -247,18 +249,19 @@ def coarse_difference(one: Any, other: Any, is_sum: bool) -> tuple[torch.dtype, 
     Args:
         one, other: the operands; tensors or numbers.
         is_sum: whether they are added, as a number and a negative one.
+        dtype: the 16-bit dtype that the first operand had; None if it is not known to have had one.
     """
     operands = [each for each in (one, other) if isinstance(each, torch.Tensor)]
-    if any(each.requires_grad or not each.is_floating_point() or not _is_readable(each) for each in operands):
+    if isinstance(other, complex) or any(
+        each.requires_grad or not each.is_floating_point() or not is_readable(each) for each in operands
+    ):
         return None
     if is_capturing() or any(not 0 < each.numel() <= _MOST_ELEMENTS for each in operands):
         return None
     subtracted = other.numel() if isinstance(other, torch.Tensor) else 1
-    if isinstance(one, torch.Tensor) and one.numel() >= max(_FEWEST, 2 * subtracted):
-        dtype = one.dtype if one.dtype in _BITS else _rounded_to(one)
-        if dtype is not None:
-            figures = _coarse_data(one, other, is_sum, _BITS[dtype])
-            return None if figures is None else (dtype, figures)
+    if isinstance(one, torch.Tensor) and dtype is not None and one.numel() >= max(_FEWEST, 2 * subtracted):
+        figures = _coarse_data(one, other, is_sum, _BITS[dtype])
+        return None if figures is None else (dtype, figures)
     if not operands or any(each.dtype != torch.float32 for each in operands):
         return None
     given = [torch.as_tensor(each, dtype=torch.float32, device=operands[0].device) for each in (one, other)]
@@ -276,16 +279,6 @@ def coarse_difference(one: Any, other: Any, is_sum: bool) -> tuple[torch.dtype, 
     if not is_rounded or not differences.numel() or float(typical := differences.median()) > _FEW_UNITS * unit:
         return None
     return torch.float32, {"largest": largest, "unit": unit, "typical": float(typical)}
-
-
-def _rounded_to(data: torch.Tensor) -> torch.dtype | None:
-    """Return the 16-bit dtype that holds all of these FP32 numbers; None if none does."""
-    # One element rejects nearly all tensors.
-    one = data[(-1,) * data.dim()]
-    return next(
-        (each for each in _BITS if bool(one == one.to(each)) and bool((data == data.to(each)).all())),
-        None,
-    )
 
 
 def _coarse_data(data: torch.Tensor, other: Any, is_sum: bool, bits: int) -> dict[str, float] | None:
@@ -307,7 +300,7 @@ def _is_large(sizes: torch.Tensor) -> bool:
     return bool(sizes.isfinite().all()) and float((sizes >= _LAST_EXACT).float().mean()) >= _LARGE
 
 
-def _is_readable(tensor: Any) -> bool:
+def is_readable(tensor: Any) -> bool:
     """Return whether this is a dense tensor (no subclass) with memory on a CPU or a GPU with FP64."""
     return (
         type(tensor) is torch.Tensor

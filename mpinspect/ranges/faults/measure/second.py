@@ -64,6 +64,7 @@ from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
 from mpinspect.ranges.faults.measure.twins import (
     ZERO_BUT_FOR_ROUNDING,
+    Marks,
     Twins,
     distance,
     have_one_layout,
@@ -209,6 +210,8 @@ class SecondComputation:
         self._additions = Additions(self._kept)
         #: The first difference of numbers too large for FP32 at each line.
         self._coarse: dict[str, AmplifiedError] = {}
+        #: The dtype that FP32 data had before.
+        self._widened: Marks[torch.dtype] = Marks()
         #: The operator of the forward that raised an error most times.
         self._raised: AmplifiedError | None = None
         #: The errors of weights' gradients that are in no ``.grad``, and the root mean squares of the exact ones.
@@ -235,7 +238,7 @@ class SecondComputation:
             if fp8 := clamps_for(func, args):
                 self._compare_clamp(func, args, fp8)
             if func.overloadpacket is aten._local_scalar_dense:
-                self._read_number(args[0])
+                self._judge_read(args[0])
             self._effects.weigh(args)
             if self._choices:
                 self._choices.use(func, leaves((*args, *kwargs.values())))
@@ -255,7 +258,7 @@ class SecondComputation:
             text = dtype_name(self._narrow)
             self._found[StaleCasts].append(StaleCasts(name=self._module(), names=names, text=text, steps=1))
 
-    def _read_number(self, number: torch.Tensor) -> None:
+    def _judge_read(self, number: torch.Tensor) -> None:
         """Judge a number that Python reads, and record the first one in 16 bits outside of modules."""
         self._flushes.read_by_loop(number, self.twin(number))
         if number.dtype in NARROW and not self._module() and not self._found[ReadNumber]:
@@ -280,7 +283,10 @@ class SecondComputation:
         is_sum = func.overloadpacket in (aten.add, aten.add_)
         if isinstance(args[0], torch.Tensor) and self.twin(args[0]) is not None:
             return
-        found = coarse_difference(args[0], args[1], is_sum)
+        first, dtype = args[0], None
+        if isinstance(first, torch.Tensor) and has_numbers(first):
+            dtype = first.dtype if first.dtype in NARROW else self._widened.of(first)
+        found = coarse_difference(first, args[1], is_sum, dtype)
         if found is not None:
             (dtype, figures), line = found, innermost_line(sys._getframe())
             half, names = figures["unit"] / 2, (func.overloadpacket.__name__, line, self._phase)
@@ -388,6 +394,7 @@ class SecondComputation:
                 return
             if func.overloadpacket is aten._to_copy:
                 self._casts.made(pending.given[0][0], results[0])
+                self._follow_widened(pending.given[0][0], results[0])
             if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0]):
                 return
             if func.overloadpacket is aten.topk:
@@ -408,6 +415,11 @@ class SecondComputation:
         except Exception:
             self.skipped[name] += 1
             self._forget(results)
+
+    def _follow_widened(self, source: torch.Tensor, cast: torch.Tensor) -> None:
+        """Remember the dtype of 16-bit data that are cast to FP32."""
+        is_data = source.dtype in NARROW and self.twin(source) is None
+        self._widened.put(cast, source.dtype if is_data and cast.dtype is torch.float32 else None)
 
     def _read_numbers(self, pending: Pending, result: Any) -> None:
         """Search an operator of the forward for whole numbers that became equal; if that fails, search no more."""
@@ -482,7 +494,7 @@ class SecondComputation:
                 compared = tuple(
                     given.float() - target.float() for given, target, *_ in (pending.given[0], pending.arguments[0])
                 )
-            if operator is aten.sign:
+            if operator is aten.sign and self._narrow is torch.float16:
                 # Rounding turns some signs of small numbers round; a flushed number has none.
                 compared = twin.where(value != 0, 0.0), twin
             if compared[0].numel() >= _FEWEST_OF_ONE:
@@ -596,7 +608,7 @@ class SecondComputation:
             return
         before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
         place = _SATURATING.get(pending.func.overloadpacket)
-        is_sign = pending.func.overloadpacket is aten.sign
+        is_sign = pending.func.overloadpacket is aten.sign and self._narrow is torch.float16
         is_lost = is_sign or (place is not None and not bool(value.any()))
         if (inherited >= MOSTLY_ERROR and before <= _UNCANCELLED) or is_lost:
             off = value.float() - twin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,6 +10,7 @@ from itertools import takewhile, zip_longest
 from typing import NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from mpinspect.ranges.capture.optimizers import learning_rates
 from mpinspect.ranges.faults.measure.masters import Samples, samples
@@ -62,6 +64,8 @@ class _Rates:
     latest: list[float] = field(default_factory=list)
     zero: _Spell = field(default_factory=_Spell)
     low: _Spell = field(default_factory=_Spell)
+    #: Whether a schedule that waits for a number existed when the rates were low first; None before.
+    by_metric: bool | None = None
 
     def add(self, step: int, rates: list[float]) -> None:
         """Count a step with these learning rates of the groups; [] if they are unknown."""
@@ -71,6 +75,9 @@ class _Rates:
         self.low.goes_on(
             step, bool(rates) and all(now <= _LOW * most for now, most in zip(rates, self.highest, strict=False))
         )
+        if self.low.steps and self.by_metric is None:
+            # A type, since an object of the script's may answer isinstance with code of its own.
+            self.by_metric = any(issubclass(type(each), ReduceLROnPlateau) for each in gc.get_objects())
 
     def goes_on(self, step: int) -> bool:
         """Return whether the optimizer has paused before ``step`` for at most two of its usual intervals."""
@@ -167,6 +174,7 @@ class StandingStill(Measuring):
                     latest=max(rates.latest),
                     compared=began.step,
                     moved=moved,
+                    by_metric=rates.by_metric,
                 )
             )
 

@@ -700,7 +700,8 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
 
     False alarms: A norm that grows to 16 times its first value is not a fault if the weights begin near zero (LoRA's B, a
     zero-initialised head): it is reported only if something also became infinite, the training diverged, or an optimizer like
-    Adam moved the weights by ten learning rates a step. If a scaler skipped all such steps, most weights must have grown.
+    Adam, without states in FP32, moved the weights by ten learning rates a step. If a scaler skipped all such steps, most weights
+    must have grown.
     """
     grown = list(case.recorded(WeightGrowth))
     broken = [event for event in case.events if not event.gradients_finite and not event.skipped]
@@ -712,8 +713,11 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     first = min(grown, key=lambda each: each.step, default=None)
     at_once = [each for each in grown if first is not None and each.step == first.step]
     moved = max((_moved(each) for each in at_once), default=0.0)
-    is_far = moved >= _LARGEST_UPDATE and any("beta2" in optimizer.settings for optimizer in case.precision.optimizers)
-    if first is None or not (broken or case.advised.diverged or loss_ratio or is_far):
+    of_adam = [optimizer for optimizer in case.precision.optimizers if "beta2" in optimizer.settings]
+    is_far = moved >= _LARGEST_UPDATE and bool(of_adam)
+    # With states in FP32, a weight that moves far was written by the script, or is another optimizer's.
+    is_alone = is_far and not any("float32" in optimizer.states.values() for optimizer in of_adam)
+    if first is None or not (broken or case.advised.diverged or loss_ratio or is_alone):
         return
     # A scaler may have skipped forwards before in which an operation was out of range.
     skipped = [event for event in case.events if broken and event.skipped and _has_singularity(case, event.step)]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from mpinspect.numeric.formats import FLOAT32
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
 from mpinspect.ranges.faults.name.operators import MATTERS, by_place, found_at
@@ -38,11 +36,9 @@ def _integers_rounded(case: Case) -> Iterator[Found]:
     that are written, half have a fraction or more. An assignment may drop fractions on purpose.
     """
     for written in by_place(case.recorded(TruncatedWrite), "changed"):
-        of_format = replace(written, text=FLOAT32.name)
-        words = {"into": written.text}
-        yield found_at(of_format, _Integers.TRUNCATED, _Integers.OF_NUMBERS, _Integers.OF_DTYPE, words)
-    rounded = (each for each in case.recorded(ChangedIntegers) if not isinstance(each, TruncatedWrite))
-    for changed in by_place(rounded, "changed"):
+        words = {"into": written.names[3]}
+        yield found_at(written, _Integers.TRUNCATED, _Integers.OF_NUMBERS, _Integers.OF_DTYPE, words)
+    for changed in by_place(case.recorded(ChangedIntegers), "changed"):
         yield found_at(changed, _Integers.CHANGED, _Integers.APART, _Integers.CAST_THE_REST)
 
 

@@ -189,8 +189,8 @@ class _Rate(Sentences):
     )
     OF_THE_RATE = "Another precision does not change that."
     READS_16_BITS = (
-        "The loop reads a number in {dtype:format} ({line}), whose neighbours lie {apart:percent} apart: a schedule that waits "
-        "for this number to fall, as ReduceLROnPlateau does, does not see smaller progress."
+        "The loop reads a number in {dtype:format} ({line}), whose neighbours lie {apart:percent} apart: a "
+        "ReduceLROnPlateau that waits for this number to fall does not see smaller progress."
     )
     NUMBER_IN_FP32 = (
         "Compute the number that a schedule waits for in FP32, from FP32 values. Step a schedule that counts epochs once per "
@@ -223,7 +223,7 @@ def _rate_is_low(case: Case) -> Iterator[Found]:
     read = next(case.recorded(ReadNumber), None)
     for low in fallen.values():
         words: dict[str, object] = {"optimizer": low.text}
-        if read is None:
+        if read is None or not low.by_metric:
             alone = (_Rate.FALLEN, _Rate.OF_THE_RATE)
             yield Found.of(case, [low], alone, _Rate.SET_UNIT, _Rate.ONE_EPOCH, words=words)
             continue

@@ -10,6 +10,7 @@ from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
 from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
 from mpinspect.ranges.faults.name.infinities import Born, beginning, first_event
 from mpinspect.ranges.faults.name.operators import (
+    MATTERS,
     Gradients,
     by_place,
     found_at,
@@ -17,6 +18,7 @@ from mpinspect.ranges.faults.name.operators import (
     of_learning_steps,
     optimizer_of,
     origin_of,
+    percent_up_to,
     place_of,
     words_of,
 )
@@ -48,6 +50,8 @@ _MOSTLY = 0.5
 _LEAST_BRANCH = 2.0**-6
 #: The error of all gradients together, relative to their size, from which on they hardly point anywhere.
 _AS_LARGE = 1.0
+#: Operators whose backward multiplies and adds up over the batch.
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "convolution", "linear"})
 #: The least share of the growth of errors for which a line is to blame.
 _CONCENTRATED = 1 / 3
 #: The ids of findings that may follow from steps on wrong gradients, and from differences that are rounding error.
@@ -324,15 +328,20 @@ def _gradients_flush(case: Case) -> Iterator[Found]:
 
     It is an error if half of the gradients' sum of magnitudes becomes zero, or half of the weights lose most of theirs.
 
-    False alarms: The shares are measured, and reported from a tenth of the sum, or of the weights, on. Gradients that a hook of a
+    False alarms: The shares are measured, and reported from a tenth of the sum, or of the weights of an optimizer like Adam, on.
+    Gradients that a hook of a
     backward casts are left out.
     """
     divided = {each.text for each in case.recorded(DividedInHalf)}
+    is_adaptive = any("beta2" in optimizer.settings for optimizer in case.precision.optimizers)
     for flushed in by_place(case.recorded(FlushedResult), "flushed"):
-        if flushed.taken is not None and flushed.names[1] not in divided:
+        # Steps of SGD are as small as the gradients.
+        is_of_sum = not is_adaptive and (flushed.taken or 0.0) < MATTERS
+        if flushed.taken is not None and flushed.names[1] not in divided and not is_of_sum:
             words = {"count": int(flushed.elements)}
-            is_grave = flushed.taken >= _MOSTLY or flushed.emptied >= _MOSTLY * (flushed.weights or 1)
-            says = (_Taken.BECOME_ZERO, _Taken.EMPTIED.when(flushed.emptied))
+            emptied = flushed.emptied * is_adaptive
+            is_grave = flushed.taken >= _MOSTLY or emptied >= _MOSTLY * (flushed.weights or 1)
+            says = (_Taken.BECOME_ZERO, _Taken.EMPTIED.when(emptied))
             yield found_at(flushed, says, _Taken.WIDER, _Taken.TO_BF16, words, is_grave=is_grave)
 
 
@@ -529,7 +538,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             code.when(not is_mild),
             words={
                 **words,
-                "off": _percent_up_to(cancelled.after),
+                "off": percent_up_to(cancelled.after),
                 "times": cancelled.before and cancelled.after / cancelled.before,
                 "inputs": ("input was", "operands were")[is_difference or is_loss],
                 **({"operator": f"the difference in {operator}"} if is_loss else {}),
@@ -547,7 +556,7 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
 def _distances_lost(case: Case) -> Iterator[Found]:
     """Yield distances that are the small difference of large squares."""
     for found in by_place(case.recorded(ExpandedDistance), "error"):
-        off = {"off": _percent_up_to(found.error)}
+        off = {"off": percent_up_to(found.error)}
         yield found_at(found, _Left.EXPANDED, _Left.BY_DIFFERENCES, _Left.NO_PRODUCT, off)
 
 
@@ -574,11 +583,6 @@ def _left_in_words(
         earlier, alone = _Left.RAISES_EARLIER, _Left.ERROR_IS_RAISED
     code = _Left.DIFFERENCE.when(is_difference and not origin) or Born.CAST_BOTH
     return earlier.when(origin) or alone, fix, code
-
-
-def _percent_up_to(error: float) -> str:
-    """Return a relative error in words; a larger one than tenfold is no estimate of anything."""
-    return f"{error:.0%}" if error < 10 else "more than 1,000%"
 
 
 def _born_from(cancelled: AmplifiedError, case: Case) -> BornInfinite | None:
@@ -611,7 +615,7 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     blame, and most such trainings recover.
 
     False alarms: Gradients that cancel over a batch are small beside their rounding. So a step is left out if its gradients are
-    smaller than a tenth of another step's, as in a model that has converged.
+    smaller than a tenth of another step's, as in a model that has converged, and if the errors grow in the sums over the batch.
     """
     learning = of_learning_steps(case.recorded(GradientsError))
     first = next((each for each in learning if each.error >= _MOSTLY and each.zeroed < _MOSTLY), None)
@@ -624,7 +628,10 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     )
     if any(each.step == first.step and gradients_off(each)[0] for each in others):
         return
-    off_by = {"off_by": _percent_up_to(first.error)}
+    if first.names[2] == "backward" and first.names[0] in _PRODUCTS:
+        # The operands were right: over the batch their products cancel, as at an optimum.
+        return
+    off_by = {"off_by": percent_up_to(first.error)}
     if first.share < _CONCENTRATED:
         yield found_at(first, (_Inaccurate.MOSTLY_ERROR, _Inaccurate.SPREAD), (), (), off_by, severity="info", layer="")
         return

@@ -148,11 +148,20 @@ def of_learning_steps(errors: Iterable[GradientsError]) -> list[GradientsError]:
     return [each for each in errors if each.size >= least]
 
 
+def percent_up_to(error: float) -> str:
+    """Return a relative error in words; a larger one than tenfold is no estimate of anything."""
+    return f"{error:.0%}" if error < 10 else "more than 1,000%"
+
+
 class Gradients(Sentences):
-    OFF = "With all rounding of the step together, the gradient of {weight!r} is off by {gradients_error:.0%}."
+    OFF = "With all rounding of the step together, the gradient of {weight!r} is off by {gradient_off}."
 
 
 def gradients_off(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[Gradients | None, dict[str, object]]:
     """Return the sentence on the gradients' error, if it matters, and the weight."""
     matters = record.gradients_error is not None and record.gradients_error >= MATTERS
-    return Gradients.OFF.when(matters), {"weight": "".join(record.names[3:4])}
+    words: dict[str, object] = {
+        "weight": "".join(record.names[3:4]),
+        "gradient_off": percent_up_to(record.gradients_error or 0.0),
+    }
+    return Gradients.OFF.when(matters), words

@@ -137,8 +137,8 @@ def _broken_by_loop(case: Case) -> Iterator[Found]:
 
 class _ByStep(Sentences):
     WRITTEN = (
-        "In step {before} the optimizer's own arithmetic made {weights:some 3} infinite or NaN: all gradients were finite until "
-        "then."
+        "In step {before} {weights:some 3} became infinite or NaN, although all gradients were finite after each backward: the "
+        "arithmetic of the optimizer's step made them so, or code between the backward and the step."
     )
     STATES = "Its states {broken:some 3} of {weight!r} hold infinities or NaNs too."
     IN_16_BITS = "{optimizer} keeps {narrow:some 3} in {dtype:format}."
@@ -146,7 +146,7 @@ class _ByStep(Sentences):
         "Keep these states in FP32. Rounding can make a sum of squares zero, or a positive definite matrix indefinite, and its "
         "root or inverse is then infinite or NaN."
     )
-    LOOK = "Look at the divisions, roots and logarithms in the optimizer's step."
+    LOOK = "Look at the divisions, roots and logarithms in the optimizer's step, and at what divides the gradients before it."
     FLOAT = 'state["{first}"] = state["{first}"].float()'
 
 
@@ -156,14 +156,14 @@ def _broken_by_step(case: Case) -> Iterator[Found]:
     False alarms: That the optimizer wrote them is inferred. Code between its step and the next forward may have done so.
     """
     broken, states = next(case.recorded(BrokenWeights), None), list(case.recorded(BrokenState))
-    if broken is None or not states or any(event.step < (broken.step or 0) for event in case.events):
+    if broken is None or not broken.step or not states or any(event.step < broken.step for event in case.events):
         return
     if any(epsilon_zero(case)) or any(moments_flushed(case)):
         return
     narrow = [each for each in states if each.text in SIGNIFICAND_BITS]
     held = [each.names[1] for each in states if each.broken]
     words = {
-        "before": (broken.step or 0) - 1,
+        "before": broken.step - 1,
         "weights": list(broken.names),
         "weight": broken.name,
         "broken": held,
@@ -180,7 +180,7 @@ def _broken_by_step(case: Case) -> Iterator[Found]:
         _ByStep.FLOAT.when(narrow),
         layer=broken.name,
         is_inferred=True,
-        step=(broken.step or 0) - 1,
+        step=broken.step - 1,
     )
 
 
