@@ -471,7 +471,10 @@ class _Left(Sentences):
         "In step {measured}, in {place}, a sign is 0 for numbers that were flushed to zero: in FP32 they differ from it, and the "
         "signs are off by {off}."
     )
-    SCALE_FIRST = "Multiply the loss by a loss scale before its gradients are taken: that changes no sign."
+    SCALE_FIRST = (
+        "Compute the argument of the sign in FP32. If it is a gradient, multiply the loss by a loss scale before it is taken: "
+        "that changes no sign."
+    )
     SCALED = "(gradient,) = torch.autograd.grad(\n    loss * 2.0**14, x\n)"
     LARGE_NUMBERS = (
         "In step {step}, in {place}, numbers up to {largest:.4g} in {dtype:format} are subtracted from each other, where "
