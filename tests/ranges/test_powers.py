@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
+from mpinspect.ranges.faults.measure.operands import OperatorCall
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 
 
@@ -26,7 +27,7 @@ class Following(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.powers.ran(func, args, kwargs or {}, result, sys._getframe(), self.in_optimizer)
+        self.powers.ran(OperatorCall(func, args, kwargs or {}, result, sys._getframe(), self.in_optimizer))
         return result
 
     # A listener of scalers and optimizers.

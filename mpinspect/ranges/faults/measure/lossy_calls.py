@@ -10,9 +10,10 @@ import torch
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.operands import has_numbers, is_in_forward
+from mpinspect.ranges.faults.measure.operands import OperatorCall, is_in_forward
 from mpinspect.ranges.faults.measure.rounded_numbers import is_readable
 from mpinspect.ranges.records import ExpandedDistance, Record, TruncatedWrite
+from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
@@ -40,20 +41,15 @@ class LossyCalls:
         self._distance: ExpandedDistance | None = None
         self._written: TruncatedWrite | None = None
 
-    def ran(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        frame: FrameType,
-        in_optimizer: bool,
-    ) -> None:
-        """Judge an operator; ``frame`` is its caller's. Waits for the device."""
-        operator = func.overloadpacket
-        if operator is aten._euclidean_dist and self._distance is None and is_in_forward():
+    def ran(self, call: OperatorCall) -> None:
+        """Judge an operator. Waits for the device."""
+        func, args, _, result, frame, in_optimizer = call
+        is_distance, is_write = (func.overloadpacket is each for each in (aten._euclidean_dist, aten.copy_))
+        if not (is_distance or is_write) or in_optimizer or not is_in_forward() or is_capturing():
+            return
+        if is_distance and self._distance is None:
             self._compare(args[0], args[1], result, frame)
-        elif operator is aten.copy_ and self._written is None and is_in_forward() and not in_optimizer:
+        elif is_write and self._written is None:
             self._write(args[0], args[1], frame)
 
     def records(self) -> list[Record]:
@@ -62,19 +58,18 @@ class LossyCalls:
 
     def _compare(self, one: Any, other: Any, distances: Any, frame: FrameType) -> None:
         """Compare some distances, which torch computes as |a|^2 + |b|^2 - 2ab, with those of the points' differences."""
+        one, other, distances = (each.detach() for each in (one, other, distances))
         if (
             one.dtype is not torch.float32
-            or not all(map(has_numbers, (one, other, distances)))
             or not distances.numel()
+            or not all(map(is_readable, (one, other, distances)))
         ):
             return
         # Of several batches, the first.
-        one, other, distances = (
-            each.detach().flatten(0, -3)[0] if each.dim() > 2 else each for each in (one, other, distances)
-        )
-        rows, columns = (each.detach()[:_MOST_POINTS].double() for each in (one, other))
+        one, other, distances = (each.flatten(0, -3)[0] if each.dim() > 2 else each for each in (one, other, distances))
+        rows, columns = (each[:_MOST_POINTS].double() for each in (one, other))
         exact = torch.cdist(rows, columns, compute_mode="donot_use_mm_for_euclid_dist")
-        given = distances.detach()[:_MOST_POINTS, :_MOST_POINTS].double()
+        given = distances[:_MOST_POINTS, :_MOST_POINTS].double()
         error = ratio(float((given - exact).norm()), float(exact.norm()))
         if error >= _OFF:
             self._distance = ExpandedDistance(

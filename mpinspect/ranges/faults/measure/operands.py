@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import _get_sequence_nr
 
-from mpinspect.ranges.faults.measure.powers import rows
 from mpinspect.ranges.faults.measure.twins import TWIN_DTYPES
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.storages import storage_key
@@ -38,6 +38,28 @@ _SINGLE = {"Scalar": "Scalar", "List": "Tensor", "Tensor": "Tensor", "ScalarList
 
 #: Operators of three tensors and a value, which only the foreach ones take by its place.
 _WITH_VALUE = (aten.addcmul, aten.addcmul_, aten.addcdiv, aten.addcdiv_)
+
+
+class OperatorCall(NamedTuple):
+    """An operator that has run, with its arguments and its result.
+
+    Args:
+        frame: its caller's.
+        in_optimizer: whether it is a part of an optimizer's step.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    frame: FrameType
+    in_optimizer: bool
+
+
+def rows(args: tuple[Any, ...], result: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the arguments and the result of each call that a foreach operator stands for."""
+    for place, made in enumerate(result or args[0]):
+        yield tuple(each[place] if isinstance(each, (list, tuple)) else each for each in args), made
 
 
 class Pending(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from mpinspect.ranges.capture.graph import walk
+from mpinspect.ranges.faults.measure.operands import OperatorCall, rows
 from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import MixedPowers, Record, WrittenByLoop
 from mpinspect.runtime.storages import has_storage, storage_key
@@ -140,18 +141,11 @@ class PowersOfScale:
         names = (each.__name__.removesuffix("Backward") for each in own if not _is_of_torch(each))
         self._own_backwards = tuple(dict.fromkeys((*self._own_backwards, *names)))
 
-    def ran(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        frame: FrameType,
-        in_optimizer: bool,
-    ) -> None:
-        """Follow one operator; ``frame`` is its caller's."""
+    def ran(self, call: OperatorCall) -> None:
+        """Follow one operator."""
         if self._is_ours:
             return
+        func, args, kwargs, result, frame, in_optimizer = call
         name, factor = func.overloadpacket.__name__, kwargs.get("alpha", kwargs.get("value", 1))
         if self._written is None and func._schema.is_mutable and not in_optimizer:
             self._write(name, args, frame)
@@ -451,12 +445,6 @@ def _is_view(func: Any) -> bool:
     """Return whether an operator returns a view of its argument, and writes nothing."""
     schema = func._schema
     return not schema.is_mutable and any(each.alias_info is not None for each in schema.returns)
-
-
-def rows(args: tuple[Any, ...], result: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the arguments and the result of each call that a foreach operator stands for."""
-    for place, made in enumerate(result or args[0]):
-        yield tuple(each[place] if isinstance(each, (list, tuple)) else each for each in args), made
 
 
 def _is_of_torch(node: type[Any]) -> bool:

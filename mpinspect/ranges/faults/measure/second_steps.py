@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +18,7 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import LATER_STEPS, StepChoice, StepClock
 from mpinspect.ranges.capture.weights import RarerWork
 from mpinspect.ranges.faults.measure.lossy_calls import LossyCalls
+from mpinspect.ranges.faults.measure.operands import OperatorCall
 from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.second import SecondComputation
@@ -101,16 +101,8 @@ class Running(Protocol):
 class Follower(Protocol):
     """Follows all operators of a step, and makes records of them. Waits for the device."""
 
-    def ran(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        frame: FrameType,
-        in_optimizer: bool,
-    ) -> None:
-        """Follow one operator; ``frame`` is its caller's."""
+    def ran(self, call: OperatorCall) -> None:
+        """Follow one operator."""
 
     def records(self) -> Sequence[Record]:
         """Return the records, once the step has ended."""
@@ -164,8 +156,10 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         if second is not None and pending:
             self._attempt(second.after, pending, result, sys._getframe(1))
-        for each in self._followers:
-            self._attempt(each.ran, func, args, kwargs, result, sys._getframe(1), self._running.in_optimizer)
+        if self._followers:
+            call = OperatorCall(func, args, kwargs, result, sys._getframe(1), self._running.in_optimizer)
+            for each in self._followers:
+                self._attempt(each.ran, call)
         return result
 
     def stop(self) -> None:

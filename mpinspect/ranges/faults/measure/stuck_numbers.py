@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.operands import is_in_forward
+from mpinspect.ranges.faults.measure.operands import OperatorCall, is_in_forward
 from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import StuckNumber
 from mpinspect.runtime.outputs import leaves
@@ -54,16 +53,9 @@ class StuckNumbers:
         self._kept: list[_Kept] = []
         self._is_compared = False
 
-    def ran(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        frame: FrameType,
-        in_optimizer: bool,
-    ) -> None:
-        """Follow an operator; ``frame`` is its caller's. Waits for the device."""
+    def ran(self, call: OperatorCall) -> None:
+        """Follow an operator. Waits for the device."""
+        func, args, kwargs, result, frame, in_optimizer = call
         operator, results = func.overloadpacket, _tensors([result])
         # Gradients and updates are of this step.
         if in_optimizer or not is_in_forward() or operator in _CONSTANTS:

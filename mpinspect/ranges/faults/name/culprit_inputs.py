@@ -626,6 +626,7 @@ def of_operation(records: Iterable[AnyRecord], measured: Examined) -> AnyRecord 
 
 
 def _in_more_bits(measured: Examined, is_narrow: bool) -> _Argument | None:
+    """Return the sentence on the precision of an argument at an edge; None if it has no part in that."""
     return _Argument.IN_FP32.when(is_narrow) or _Argument.IN_FP64.when("negative" in measured.text)
 
 

@@ -405,9 +405,9 @@ class _Mixed(Sentences):
         "the scaler's division it counts {loss_scale:factor} times too little."
     )
     FUNCTION = (
-        "In step {step} the gradient of {parameter!r} is not multiplied by the loss scale of {loss_scale:scale}, as its loss is, "
-        "and the scaler divided it all the same: it is {loss_scale:factor} times too small. The backward of {parameters:some} "
-        "returns a gradient that it does not multiply by the one it was given."
+        "In step {step} the loss was multiplied by the loss scale of {loss_scale:scale}, and the gradient of {parameter!r} does "
+        "not carry that scale. The scaler divided it by the scale: it is {loss_scale:factor} times too small. The backward of "
+        "{parameters:some} returns a gradient that it does not multiply by the one it was given."
     )
     MULTIPLY = "Multiply by the gradient that the backward is given."
     TIMES_GIVEN = (
