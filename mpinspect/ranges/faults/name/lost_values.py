@@ -460,8 +460,8 @@ class _Left(Sentences):
     )
     EXPANDED = (
         "In step {step}, in {place}, distances of points with coordinates up to {largest:.4g} are off by {off}. torch.cdist "
-        "computes them from squares, |a|^2 + |b|^2 - 2ab, whose rounding in FP32 is larger than the squares of these distances, "
-        "{typical:.3g} in the median. Autocast has no part in that."
+        "computes them from squares, |a|^2 + |b|^2 - 2ab, whose rounding in FP32 is not small beside the squares of these "
+        "distances, {typical:.3g} in the median. Autocast has no part in that."
     )
     BY_DIFFERENCES = (
         "Subtract the points' centre before their distances are computed, or have these computed from differences."
