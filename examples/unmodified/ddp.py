@@ -42,6 +42,9 @@ def main() -> None:
         torch.save(network.state_dict(), options.save)
     # Wait for all ranks: exiting while gloo is still busy may abort the process.
     dist.barrier()
+    # DistributedDataParallel must not be the group's last owner: torch 2.13 joins gloo's threads in its destructor while it
+    # holds the GIL, and a thread that still frees a tensor waits for the GIL.
+    del model
     dist.destroy_process_group()
 
 

@@ -79,20 +79,6 @@ def run(directory: Path, *command: str, modules: tuple[str, ...] = ()) -> Ran:
     return Ran(status, out.encode(), err, directory)
 
 
-def run_bare(directory: Path, *command: str, modules: tuple[str, ...] = ()) -> Ran:
-    """Run the script without mpinspect; retry up to twice if torch aborts the exit.
-
-    The threads of a DistributedDataParallel group survive destroy_process_group. If one frees a tensor during interpreter
-    shutdown, the process aborts with "terminate called without an active exception", in about one run of a hundred
-    (pytorch/pytorch#179291).
-    """
-    ran = run(directory / "bare", *command, modules=modules)
-    for again in ("bare_again", "bare_once_more"):
-        if ran.code and "terminate called without an active exception" in ran.err:
-            ran = run(directory / again, *command, modules=modules)
-    return ran
-
-
 def both(
     directory: Path,
     script: Path,
@@ -103,7 +89,7 @@ def both(
 ) -> tuple[Ran, Ran]:
     """Run the script bare and inspected; assert equal exit statuses and stdout."""
     words, first = (str(script), *arguments), () if launcher is None else (str(launcher),)
-    bare = run_bare(directory, sys.executable, *first, *words, modules=modules)
+    bare = run(directory / "bare", sys.executable, *first, *words, modules=modules)
     inspected = run(directory / "inspected", sys.executable, *first, *INSPECTED[1:], *options, *words, modules=modules)
     assert inspected.code == bare.code, inspected.err
     assert inspected.out == bare.out
@@ -226,7 +212,7 @@ def test_processes_that_the_script_spawns(tmp_path):
     forks = tmp_path / "forks.py"
     script = script.replace("multiprocessing.spawn(", "multiprocessing.start_processes(")
     forks.write_text(script.replace("nprocs=", 'start_method="fork", nprocs='))
-    bare = run_bare(tmp_path, sys.executable, str(forks), "--save", "weights.pt")
+    bare = run(tmp_path / "bare", sys.executable, str(forks), "--save", "weights.pt")
     inspected = run(tmp_path / "inspected", *INSPECTED, str(UNMODIFIED / "spawn.py"), "--save", "weights.pt")
     assert (inspected.code, inspected.out) == (bare.code, bare.out) == (0, inspected.out), inspected.err
     assert equal(inspected.weights, bare.weights)

@@ -207,6 +207,7 @@ model = torch.nn.parallel.DistributedDataParallel(Net(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 model(torch.ones(2, 4)).sum().backward()
 optimizer.step()
+del model  # As in examples/unmodified/ddp.py.
 distributed.destroy_process_group()
 """
 
@@ -226,7 +227,7 @@ of_sharded.step()
 def test_ranks_share_a_run_directory_and_the_first_reports(tmp_path):
     folder = tmp_path / "work"
     sharded = "" if sharded_training.NO_FSDP2 else SHARDED
-    write(folder, RANKS.replace("distributed.destroy", f"{sharded}distributed.destroy"))
+    write(folder, RANKS.replace("del model", f"{sharded}del model"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, "-m", "mpinspect", "run", "train.py"]
     # The launcher is forked; each rank is a new interpreter.
@@ -379,8 +380,8 @@ def test_a_killed_rank_is_named_with_its_step_and_the_other_is_unaffected(when, 
 def test_torchrun_kills_the_others_of_a_dead_rank_and_the_report_names_it(tmp_path):
     folder = tmp_path / "work"
     dies = "\nimport os, signal\nif distributed.get_rank() == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
-    step = RANKS[RANKS.index("model(") : RANKS.index("distributed.destroy")]
-    write(folder, RANKS.replace("distributed.destroy", f"{dies}{step}distributed.destroy"))
+    step = RANKS[RANKS.index("model(") : RANKS.index("del model")]
+    write(folder, RANKS.replace("del model", f"{dies}{step}del model"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     command = [*torchrun, "-m", "mpinspect", "run", "--log-dir", "here", "train.py"]
     assert run(folder, command, forked=True).status == 1
