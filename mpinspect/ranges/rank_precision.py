@@ -156,7 +156,7 @@ class _Search:
             self._model,
             self._loss_fn,
             self._batch,
-            lambda running: Widened(running, self._model.named_parameters(), chosen),
+            lambda running: Widened(running, chosen),
         )
         gradients = {
             name: second.exact(each.grad) if is_exact else each.grad.float()

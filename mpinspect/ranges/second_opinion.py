@@ -9,6 +9,7 @@ import torch
 
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.capture.passes import LossFunction, require_loss, require_step
+from mpinspect.ranges.faults.measure.recomputation import Recomputation
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
 from mpinspect.ranges.faults.registry import OF_SECOND
@@ -17,7 +18,7 @@ from mpinspect.reporting.finding import Finding
 from mpinspect.runtime.untouched import ModelState, RandomState
 from mpinspect.runtime.wrappers import compiled_modules_eager
 
-AnySecond = TypeVar("AnySecond", bound=SecondComputation)
+AnySecond = TypeVar("AnySecond", bound=Recomputation)
 
 
 def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Finding, ...]:
@@ -88,7 +89,7 @@ def run_twice(
         parameter.grad = None
     running.follow(model)
     try:
-        with compiled_modules_eager(), torch.enable_grad(), Twice(made, running):
+        with compiled_modules_eager(), torch.enable_grad(), Twice([made], running):
             loss = loss_fn(model, batch)
             require_loss(loss, 0, finite=False)
             loss.backward()  # type: ignore[no-untyped-call]

@@ -41,7 +41,7 @@ class Twice:
         self.second = SecondComputation(
             self._live.calls.path, self.model.named_parameters(), self.model.named_buffers()
         )
-        self._mode = second_steps.Twice(self.second, self._live.calls)
+        self._mode = second_steps.Twice([self.second], self._live.calls)
 
     def __enter__(self):
         self._mode.__enter__()
@@ -797,7 +797,7 @@ def test_the_error_of_the_gradients_is_that_of_float32():
 
 
 def test_operators_beyond_the_time_limit_are_not_computed_twice(monkeypatch):
-    monkeypatch.setattr("mpinspect.ranges.faults.measure.second._MOST_SECONDS", -1.0)
+    monkeypatch.setattr("mpinspect.ranges.faults.measure.recomputation._MOST_SECONDS", -1.0)
     with Twice() as second:
         y = values(4).bfloat16() * 1.01
     assert second.twin(y) is None
@@ -806,7 +806,7 @@ def test_operators_beyond_the_time_limit_are_not_computed_twice(monkeypatch):
 
 def test_twins_are_freed_with_their_storages(monkeypatch):
     # Each of the results takes 4 KiB in FP32; the limit is that of four.
-    monkeypatch.setattr("mpinspect.ranges.faults.measure.second._MOST_BYTES", 16 << 10)
+    monkeypatch.setattr("mpinspect.ranges.faults.measure.recomputation._MOST_BYTES", 16 << 10)
     x = values(1024).bfloat16()
     with Twice() as second:
         for _ in range(100):

@@ -13,6 +13,7 @@ from trainings import take_step
 
 import mpinspect
 from mpinspect.ranges.capture.steps import LossLevel, StepChoice
+from mpinspect.ranges.faults.measure.lossy_calls import LossyCalls
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.records import BornInfinite
 
@@ -155,16 +156,19 @@ def test_a_run_that_ends_within_the_step_leaves_no_mode():
     assert training.steps_of() == []
 
 
-def test_an_error_of_the_second_computation_costs_that_step_alone(monkeypatch):
+@pytest.mark.parametrize(("owner", "method", "steps"), [(SecondComputation, "after", []), (LossyCalls, "ran", [1])])
+def test_an_error_of_ours_costs_the_work_of_one_instrument_in_that_step(owner, method, steps, monkeypatch):
     def fail(*_):
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(SecondComputation, "after", fail)
+    monkeypatch.setattr(owner, method, fail)
     plain, training = Training().trained(), Training(second=[1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mpinspect.MpinspectWarning)
         training.trained()
-    assert "planted" in training.inspector.session().notes[0]
+    (note,) = training.inspector.session().notes
+    assert "planted" in note
+    assert training.steps_of() == steps
     assert all(map(torch.equal, training.model.parameters(), plain.model.parameters()))
 
 

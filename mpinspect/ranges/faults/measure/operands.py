@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._autograd import _get_sequence_nr
 
-from mpinspect.ranges.faults.measure.twins import TWIN_DTYPES
+from mpinspect.ranges.faults.measure.twins import OF_16_BITS
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.storages import storage_key
 
 aten = torch.ops.aten
 
-NARROW = (torch.float16, torch.bfloat16)
+NARROW, _NUMBERS, _ = OF_16_BITS
 ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
 DIFFERENCES = ADDITIONS | {aten.rsub}
 #: Operators that change no value but by its dtype.
@@ -166,23 +166,21 @@ def mapped(
     return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
 
-def wide_copy(value: Any, is_mutated: bool) -> Any:
-    """Return a floating-point tensor in FP32, as a copy if the operator writes to it; a 16-bit dtype as FP32."""
+def wide_copy(value: Any, is_mutated: bool, wide: torch.dtype = torch.float32) -> Any:
+    """Return a tensor of numbers in a wide dtype, as a copy if the operator writes to it; a narrower dtype as the wide one."""
     if not has_numbers(value):
-        return TWIN_DTYPES.get(value, value)
-    if is_mutated and value.dtype == torch.float32:
-        return value.clone()
-    return value.float()
+        return wide if isinstance(value, torch.dtype) and value in _NUMBERS else value
+    return value.to(wide, copy=is_mutated)
 
 
 def local_result(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
-    """Return an operator's first result in FP32, from its arguments as they are."""
+    """Return an operator's first result in its twin's dtype, from its arguments as they are."""
     if pending.exact is None:
         return twin
     args, kwargs = pending.exact
     if not pending.func._schema.is_mutable:
-        args, kwargs = mapped(lambda each: wide_copy(each, False), args, kwargs)
-    return numbers_of(pending.func(*args, **kwargs))[0]
+        args, kwargs = mapped(lambda each: wide_copy(each, False, twin.dtype), args, kwargs)
+    return next(each for each in leaves((pending.func(*args, **kwargs),)) if isinstance(each, torch.Tensor))
 
 
 def summands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
@@ -214,7 +212,7 @@ def has_numbers(value: Any) -> bool:
 
 def may_have_twin(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is strided, of torch's own class, and one of decisions, or of numbers in 32 bits or fewer."""
-    return tensor.dtype in TWIN_DTYPES and not tensor.is_meta and not is_strange(tensor)
+    return tensor.dtype in (*_NUMBERS, torch.bool) and not tensor.is_meta and not is_strange(tensor)
 
 
 def is_decision(value: Any) -> bool:

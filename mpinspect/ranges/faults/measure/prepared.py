@@ -214,7 +214,7 @@ class Preparation:
     def begin(self) -> None:
         """Enter the dispatch mode on this thread."""
         self._tensors = PreparedTensors(self._exit_soon)
-        self._mode = Twice(self._tensors, RunningModules(), failed=self._failed)
+        self._mode = Twice([self._tensors], RunningModules(), failed=self._failed)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:

@@ -11,12 +11,10 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -44,31 +42,20 @@ from mpinspect.ranges.faults.measure.operands import (
     divisor_of,
     has_numbers,
     is_cast_to_fp8,
-    is_decision,
     is_in_forward,
     is_integer,
-    is_opaque,
-    is_strange,
     local_result,
-    mapped,
-    may_have_twin,
-    mutated_by,
     narrow_storages,
-    node_of,
     numbers_of,
-    single_operators,
     summands,
-    wide_copy,
 )
 from mpinspect.ranges.faults.measure.origins import Origins
+from mpinspect.ranges.faults.measure.recomputation import DECIDING, Recomputation
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
 from mpinspect.ranges.faults.measure.twins import (
     ZERO_BUT_FOR_ROUNDING,
     Marks,
-    Twins,
     distance,
-    have_one_layout,
-    is_equal,
     is_finite,
 )
 from mpinspect.ranges.records import (
@@ -87,10 +74,7 @@ from mpinspect.ranges.records import (
     StaleCasts,
     Ties,
 )
-from mpinspect.reporting.words import filled, number_of
-from mpinspect.runtime.device import free_memory
 from mpinspect.runtime.outputs import leaves
-from mpinspect.runtime.storages import storage_key
 from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
@@ -114,30 +98,12 @@ _AMPLIFYING = (
     | _LOSSES
     | {*(aten.sin, aten.cos, aten.tan, aten.exp, aten.log, aten.pow, aten.remainder, aten.fmod, aten.floor, aten.sign)}
 )
-_PRODUCTS = frozenset({aten.mm, aten.addmm})
-#: Multiplications from which on a product takes longer than choosing its kernel.
-_LARGE_PRODUCT = 1 << 24
 #: Operators whose result is zero, or much too small, if their argument is.
 _PASSING = CASTS | {aten.mul, aten.div, aten.sqrt, aten.sum, aten.mean, aten.mm, aten.bmm, aten.clamp, aten.clamp_min}
 #: Operators whose result depends on the magnitude of the smallest values.
 _LOGARITHMS = frozenset({aten.log, aten.log2, aten.log10})
-#: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
-_DECIDING = frozenset(
-    {
-        *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge),
-        *(aten.logical_and, aten.logical_or, aten.logical_xor, aten.logical_not),
-        *(aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not),
-        *(aten.logical_and_, aten.logical_or_, aten.bitwise_and_, aten.bitwise_or_),
-    }
-)
 #: Operators by which a loop divides its gradients.
 _SCALING = frozenset({aten.mul, aten.mul_, aten.div, aten.div_})
-#: Operators whose results are not written yet, or have no exact result.
-_WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
-#: Bytes of twins, and seconds, after which the rest of the step is left out.
-_MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
-#: The most operators that are named as left out.
-_MOST_NAMED = 5
 #: The least local error of a sum, relative to the norm of its exact result. Rounding a sum once makes at most 2^-9 in BF16.
 _LOST = 0.03
 #: Records of operators that lose most of a result.
@@ -153,7 +119,7 @@ _UNCANCELLED = 0.05
 _RAISED, _RAISED_TIMES, _USELESS_GRADIENTS = 0.1, 10.0, 1.0
 
 
-class SecondComputation:
+class SecondComputation(Recomputation):
     """Recomputes a running step with more bits, operator by operator.
 
     Args:
@@ -170,7 +136,7 @@ class SecondComputation:
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
         by_hand: bool = False,
     ) -> None:
-        self._module = module
+        super().__init__(module)
         self._parameters = list(parameters)
         stepped = [each for _, each in self._parameters if each.requires_grad and not by_hand]
         # One at a time: another thread may replace its model's gradients meanwhile.
@@ -181,25 +147,11 @@ class SecondComputation:
         self._casts = CachedCasts(self._parameters)
         self._divided = DividedGradients(self._parameters)
         self._flushes = Flushes()
-        #: Recomputes the optimizer that is stepping; None while none is.
-        self.of_optimizer: SecondComputation | None = None
-        #: The name of operators outside of a backward.
-        self._phase = "forward"
         self._numbers = RoundedNumbers(self._kept.is_old)
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
-        self._twins = Twins()
-        #: The modules of forward operators, by the sequence number of their autograd node.
-        self._modules: dict[int, str] = {}
-        #: Why the rest of the step was left out; "" if it was not.
-        self._ended_by = ""
-        #: When the first operator was computed twice: before it, code may have been compiled.
-        self._began = 0.0
         #: The 16-bit dtype of the last operator that had one.
         self._narrow: torch.dtype = torch.bfloat16
-        #: Operators whose twin could not run, by name.
-        self.skipped: Counter[str] = Counter()
-        self._is_over = False
         self._found: defaultdict[type[Record], list[Record]] = defaultdict(list)
         self._nearest_end: NearestEnd | None = None
         self._origins = Origins()
@@ -219,37 +171,22 @@ class SecondComputation:
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
-    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
-        """Prepare an operator's second run, or those of the operators that a foreach operator stands for.
-
-        Those whose result more bits would not change, or that can't be prepared, are left out.
-        """
-        if not isinstance(func, torch._ops.OpOverload):
-            return []
-        try:
-            if func.overloadpacket is aten.exp:
-                self._broken.exponential(args[0])
-            if is_in_forward():
-                self._edges.called(func.overloadpacket, args)
-                self._read_casts(func, args)
-                self._read_divisor(func, args)
-                if func.overloadpacket in DIFFERENCES and self._readers and not kwargs:
-                    self._subtract_large(func, args)
-            if fp8 := clamps_for(func, args):
-                self._compare_clamp(func, args, fp8)
-            if func.overloadpacket is aten._local_scalar_dense:
-                self._judge_read(args[0])
-            self._effects.weigh(args)
-            if self._choices:
-                self._choices.use(func, leaves((*args, *kwargs.values())))
-            rows_of = single_operators(func, args)
-            if rows_of is None:
-                return list(filter(None, [self._prepare(func, args, kwargs)]))
-            found = [(place, self._prepare(one, row, kwargs | more)) for place, (one, row, more) in enumerate(rows_of)]
-            return [each._replace(place=place) for place, each in found if each is not None]
-        except Exception:
-            self.skipped[func.overloadpacket.__name__] += 1
-            return []
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if func.overloadpacket is aten.exp:
+            self._broken.exponential(args[0])
+        if is_in_forward():
+            self._edges.called(func.overloadpacket, args)
+            self._read_casts(func, args)
+            self._read_divisor(func, args)
+            if func.overloadpacket in DIFFERENCES and self._readers and not kwargs:
+                self._subtract_large(func, args)
+        if fp8 := clamps_for(func, args):
+            self._compare_clamp(func, args, fp8)
+        if func.overloadpacket is aten._local_scalar_dense:
+            self._judge_read(args[0])
+        self._effects.weigh(args)
+        if self._choices:
+            self._choices.use(func, leaves((*args, *kwargs.values())))
 
     def _read_casts(self, func: Any, args: tuple[Any, ...]) -> None:
         """Record the first operator that takes an outdated cast of a weight. Waits for the device."""
@@ -295,126 +232,54 @@ class SecondComputation:
             self._coarse.setdefault(line, record)
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
-        schema = func._schema
-        writes = schema.is_mutable
-        if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
-            return None
-        if is_cast_to_fp8(func, args, kwargs):
+        if not self._is_over and is_cast_to_fp8(func, args, kwargs):
             self._remember_module(func)
             return Pending(func, (args, kwargs), None, None, (args, kwargs), args[0].dtype, False, None, None)
-        given = [each for each in leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
-        usable = {id(each): each for each in given if may_have_twin(each)}
-        tensors = list(usable.values())
-        mutated = mutated_by(func, args, kwargs)
-        self._twins.written(each for each in mutated if id(each) in usable)
-        is_copied = all(id(each) in usable for each in mutated) and not any(
-            is_strange(each) for each in given if id(each) not in usable
-        )
-        if not self._is_chosen(func) or func.namespace != "aten" or is_opaque(func, args) or not is_copied:
-            # A collective that ran twice would wait for other ranks, the user's own operators may have effects, and a
-            # tensor that is written but has no twin would be written twice.
-            self._forget(mutated)
-            return None
-        has_twin = any(self.twin(each) is not None for each in tensors)
-        is_narrow = any(each.dtype in NARROW for each in tensors) or kwargs.get("dtype") in NARROW
-        is_bound = is_in_forward() and bounds_for_later(func, args)
-        if not (has_twin or is_narrow or func.overloadpacket in SEARCHING or is_bound):
-            return None
-        if self._is_used_up():
-            self._end()
-            return None
-        if not is_in_forward():
-            self._divided.backward_runs()
-        self._remember_module(func)
-        if not _fits(tensors):
-            self.skipped["too large"] += 1
-            self._forget(mutated)
-            return None
-        written = {id(each) for each in mutated}
-        twins = mapped(
-            lambda each: (
-                self._twin_or_wide(each, id(each) in written) if id(each) in usable else wide_copy(each, False)
-            ),
-            args,
-            kwargs,
-        )
-        exact = (args, kwargs) if has_twin else None
-        before = 0.0 if writes else None
-        if has_twin and writes:
-            exact = mapped(lambda each: wide_copy(each, id(each) in written), args, kwargs)
-            if func.overloadpacket in _AMPLIFYING:
-                before = self._errors_of(tensors)
-        dtype = getattr((*args, None)[0], "dtype", None)
-        self._narrow = next((each.dtype for each in tensors if each.dtype in NARROW), self._narrow)
-        is_cast = func.overloadpacket in CASTS and all(map(self._twins.is_cast, tensors))
-        is_changed = func.overloadpacket in CHANGING_IN_PLACE and dtype in NARROW and is_in_forward()
-        old = args[0].detach().clone() if is_changed else None
-        return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, node_of(tensors), old)
+        pending = super()._prepare(func, args, kwargs)
+        if pending is not None:
+            given = leaves((*args, *kwargs.values()))
+            self._narrow = next(
+                (each.dtype for each in given if has_numbers(each) and each.dtype in NARROW), self._narrow
+            )
+        return pending
+
+    def _is_judged_anyway(self, func: Any, args: tuple[Any, ...]) -> bool:
+        return func.overloadpacket in SEARCHING or (is_in_forward() and bounds_for_later(func, args))
+
+    def _is_changed(self, func: Any, dtype: torch.dtype | None) -> bool:
+        return func.overloadpacket in CHANGING_IN_PLACE and dtype in NARROW and is_in_forward()
+
+    def _error_before(self, func: Any, tensors: list[torch.Tensor]) -> float:
+        return self._errors_of(tensors) if func.overloadpacket in _AMPLIFYING else 0.0
 
     def _remember_module(self, func: Any) -> None:
-        """Remember the running module of a forward for the backward of its last node, and the operator that has got the node."""
+        """Remember the module, and the operator that has got the last node."""
+        super()._remember_module(func)
         if is_in_forward():
-            number = _get_sequence_nr() - 1
-            self._modules[number] = self._module()
-            self._broken.made(number, func.overloadpacket)
+            self._broken.made(_get_sequence_nr() - 1, func.overloadpacket)
+        else:
+            self._divided.backward_runs()
 
-    def _is_chosen(self, func: Any) -> bool:
-        """Return whether to run an operator again; the results of others are taken as exact."""
-        return True
-
-    def after(self, pending: Sequence[Pending], result: Any, frame: FrameType) -> None:
-        """Run each operator again on the twins of its arguments, and compare the results."""
-        for each in pending:
-            made = result
-            if each.place is not None:
-                # A foreach operator in place returns nothing.
-                made = result[each.place] if result else each.given[0][0]
-            self._ran(each, made, frame)
-
-    def _ran(self, pending: Pending, result: Any, frame: FrameType) -> None:
-        func, pending = pending.func, pending._replace(frame=frame)
-        name = func.overloadpacket.__name__
-        if is_cast_to_fp8(func, *pending.given):
+    def _ran(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
+        if is_cast_to_fp8(pending.func, *pending.given):
             self._compare_cast(pending, result)
             return
-        results = numbers_of(result)
-        self._kept.ran(func, pending.given[0], results)
+        self._kept.ran(pending.func, pending.given[0], results)
         self._read_numbers(pending, result)
-        if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_WITHOUT_RESULT):
-            self._forget(results)
-            return
-        try:
-            if func.overloadpacket in _SCALING and results and is_in_forward():
-                self._divided.multiplied(name.rstrip("_"), pending.given[0], pending.old, results[0], frame)
-            if func.overloadpacket is aten._to_copy and not results:
-                self._compare_integers(pending, result)
-                return
-            if is_decision(result):
-                self._keep_decision(pending, result)
-                return
-            if func.overloadpacket is aten._to_copy:
-                self._casts.made(pending.given[0][0], results[0])
-                self._follow_widened(pending.given[0][0], results[0])
-            if func.overloadpacket is aten._to_copy and self._keep_cast(pending, results[0]):
-                return
-            if func.overloadpacket is aten.topk:
-                self._compare_ties(pending)
-            args, kwargs = pending.arguments
-            exact = _run(func, args, kwargs)
-            self._compare_choices(pending, result, exact)
-            twins = numbers_of(exact)
-            given = {storage_key(each) for each in leaves(args) if isinstance(each, torch.Tensor)}
-            for place, (value, twin) in enumerate(zip(results, twins, strict=False)):
-                if value.numel() and value.shape == twin.shape and twin.dtype == torch.float32:
-                    if not place:
-                        # Further results may be written partially.
-                        self._compare(pending, value, twin)
-                        self._origins.passed_on([value], results[1:])
-                    self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
-                    given.add(storage_key(twin))
-        except Exception:
-            self.skipped[name] += 1
-            self._forget(results)
+        super()._ran(pending, result, results)
+
+    def _judge(self, pending: Pending, results: list[torch.Tensor]) -> None:
+        operator, given = pending.func.overloadpacket, pending.given[0]
+        if operator in _SCALING and results and is_in_forward():
+            self._divided.multiplied(operator.__name__.rstrip("_"), given, pending.old, results[0], pending.frame)
+        if operator is aten._to_copy and results:
+            self._casts.made(given[0], results[0])
+            self._follow_widened(given[0], results[0])
+        if operator is aten.topk:
+            self._compare_ties(pending)
+
+    def _passed_on(self, operands: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        self._origins.passed_on(operands, results)
 
     def _follow_widened(self, source: torch.Tensor, cast: torch.Tensor) -> None:
         """Remember the dtype of 16-bit data that are cast to FP32."""
@@ -431,26 +296,6 @@ class SecondComputation:
         except Exception as error:
             self._readers = {}
             self.skipped[f"the search for rounded numbers ({error!r})"] += 1
-
-    def _is_used_up(self) -> bool:
-        """Return whether the time or the memory for twins is used up."""
-        if self._elapsed() > _MOST_SECONDS:
-            self._ended_by = f"after {_MOST_SECONDS:.0f} s"
-        elif self._twins.bytes > _MOST_BYTES:
-            self._ended_by = f"once its copies took {_MOST_BYTES >> 30} GiB"
-        return bool(self._ended_by)
-
-    def _elapsed(self) -> float:
-        """Return the time since the first operator that was computed twice."""
-        now = time.perf_counter()
-        self._began = self._began or now
-        return now - self._began
-
-    def left_out(self) -> str:
-        """Return a sentence on the operators that were not computed a second time; "" without any."""
-        skipped = [f"{number_of(times, 'call')} of {name}" for name, times in self.skipped.most_common(_MOST_NAMED)]
-        parts = filter(None, (filled("all of it {}", self._ended_by), *skipped))
-        return filled("Left out of the second computation of a step: {}", ", ".join(parts))
 
     # -- comparing --------------------------------------------------------------------------------------------------
 
@@ -594,7 +439,7 @@ class SecondComputation:
             return
         if operator in ROUNDING:
             self._choices.rounded(result, given[0], pending.arguments[0][0])
-        if operator not in CHOOSING | _DECIDING:
+        if operator not in CHOOSING | DECIDING:
             return
         for value, wanted in zip(leaves([result]), leaves([exact]), strict=True):
             if is_integer(value) or value.dtype is torch.bool:
@@ -631,20 +476,6 @@ class SecondComputation:
         """Return the operator, line, module and dtype of a result."""
         record = self._record(pending, result, Record)
         return *record.names[:2], record.name, record.text
-
-    def _record(self, pending: Pending, result: Any, kind: type[Any], *names: str, **figures: Any) -> Any:
-        """Return a record of an operator; ``names``: those that follow the operator, its line and its phase."""
-        node = torch._C._current_autograd_node()
-        if node is None:
-            module, phase = self._module(), self._phase
-        else:
-            module, phase = self._modules.get(node._sequence_nr(), ""), "backward"
-        names = (pending.func.overloadpacket.__name__, innermost_line(pending.frame), phase, *names)
-        # The dtype in which numbers were rounded before they became integers.
-        is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
-        rounded = result.dtype if is_float else pending.dtype
-        dtype = str(rounded).removeprefix("torch.")
-        return kind(**{"name": module, "names": names, "text": dtype, **figures})
 
     def _raising(self, pending: Pending, value: torch.Tensor) -> GradientsError:
         operands = numbers_of(pending.given[0]) if is_in_forward() else []
@@ -743,26 +574,8 @@ class SecondComputation:
         return 0.0 if twin is None else float(twin[parameter.grad == 0].norm())
 
     def _end(self) -> None:
-        self._is_over = True
+        super()._end()
         self._effects.clear()
-        self._twins.clear()
-        self._modules.clear()
-
-    # -- twins ------------------------------------------------------------------------------------------------------
-
-    def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the twin of a tensor; None if it has none of its own."""
-        return self._twins.of(tensor)
-
-    def _twin_or_wide(self, value: torch.Tensor, is_mutated: bool) -> torch.Tensor:
-        if is_mutated:
-            return self._twins.to_write(value)
-        twin = self.twin(value)
-        if twin is not None:
-            return twin
-        if value.dtype is torch.bool:
-            return value
-        return value.float()
 
     def _errors_of(self, tensors: Iterable[Any]) -> float:
         """Return the largest inherited error of tensors, each relative to its norm."""
@@ -779,39 +592,6 @@ class SecondComputation:
         if twin is None:
             return 0.0
         return _relative(tensor, twin)
-
-    def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool) -> None:
-        """Remember a result's twin; ``is_ours`` if nothing else has its memory."""
-        if self.twin(value) is not None:
-            self._twins.update(value, twin, is_cast)
-        elif not is_equal(value, twin):
-            self._twins.add(value, twin, is_cast, is_ours)
-
-    def _keep_cast(self, pending: Pending, value: torch.Tensor) -> bool:
-        """Let the result of a cast have the FP32 values of its argument. Return False if it needs a copy."""
-        source, twin = pending.given[0][0], pending.arguments[0][0]
-        is_exact = not has_numbers(source) or (source.dtype in NARROW and self.twin(source) is None)
-        if is_exact or not value.numel() or not have_one_layout(value, twin):
-            return False
-        self._compare(pending, value, twin)
-        if not is_equal(value, twin):
-            self._twins.share(value, source, twin, pending.is_cast)
-        return True
-
-    def _keep_decision(self, pending: Pending, value: torch.Tensor) -> None:
-        args, kwargs = pending.arguments
-        if pending.func.overloadpacket in _DECIDING:
-            decided = pending.func(*args, **kwargs)
-            if not torch.equal(value, decided):
-                self._origins.passed_on(numbers_of(pending.given[0]), [value])
-                self._compare_choices(pending, value, decided)
-                self._twins.add(value, decided, is_cast=False)
-                return
-        self._forget([value])
-
-    def _forget(self, results: list[torch.Tensor]) -> None:
-        """Take results as exact."""
-        self._twins.forget(each for each in results if has_numbers(each) or is_decision(each))
 
 
 def _worst_of(errors: dict[str, tuple[float, float]]) -> tuple[float | None, str]:
@@ -855,33 +635,6 @@ def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:
     return off
 
 
-def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on twins; a large product on a CPU with oneDNN, which on some processors takes half the time."""
-    if func.overloadpacket not in _PRODUCTS or kwargs or not _suits_onednn(*args):
-        return func(*args, **kwargs)
-    bias, left, right = (None, *args)[-3:]
-    return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
-
-
-def _suits_onednn(*operands: torch.Tensor) -> bool:
-    """Return whether a product of two matrices, to which a row may be added, is worth choosing oneDNN's kernel."""
-    *bias, left, right = operands
-    is_large = left.numel() * right.shape[1] >= _LARGE_PRODUCT
-    is_linear = all(each.is_cpu and each.dtype is torch.float32 for each in operands) and (
-        not bias or bias[0].shape == right.shape[1:]
-    )
-    return is_large and is_linear and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-
-
 def _with_gradients(record: Any, error: float | None, whose: str) -> Record:
     found: Record = replace(record, gradients_error=error, names=(*record.names[:3], whose, *record.names[3:]))
     return found
-
-
-def _fits(tensors: list[torch.Tensor]) -> bool:
-    """Return whether storages can be copied in FP32: a GPU has room for three copies in half of its free memory."""
-    if any(each.untyped_storage().nbytes() * 4 // each.element_size() > _MOST_BYTES for each in tensors):
-        return False
-    on_gpus = [each for each in tensors if each.is_cuda]
-    wanted = 3 * 4 * sum(each.numel() for each in on_gpus)
-    return all(wanted < free_memory(device) / 2 for device in {each.device for each in on_gpus})

@@ -21,7 +21,7 @@ from mpinspect.ranges.faults.measure.lossy_calls import LossyCalls
 from mpinspect.ranges.faults.measure.operands import OperatorCall
 from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
-from mpinspect.ranges.faults.measure.second import SecondComputation
+from mpinspect.ranges.faults.measure.recomputation import Recomputation
 from mpinspect.ranges.faults.measure.stuck_numbers import StuckNumbers
 from mpinspect.ranges.records import Record
 from mpinspect.runtime.compiled_graphs import KEEPING, CallsGraphs, is_any_compiled
@@ -109,13 +109,13 @@ class Follower(Protocol):
 
 
 class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs every operator unchanged, then has it computed a second time and its loss scale followed.
+    """Runs every operator unchanged, then has it computed again and its loss scale followed.
 
     Args:
-        second: computes the operators of forwards and backwards, and its ``of_optimizer`` those of an optimizer.
+        computations: compute the operators of forwards and backwards, and their ``of_optimizer`` those of an optimizer.
         running: knows the running modules.
         followers: see all operators, the optimizer's too.
-        failed: called with an exception of either, which then sees no more; None lets it pass.
+        failed: called with an exception of one of them, which then sees no more; None lets it pass.
     """
 
     #: The chosen branch of `torch.cond` and the like runs unchanged.
@@ -123,14 +123,13 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(
         self,
-        second: SecondComputation,
+        computations: Sequence[Recomputation],
         running: Running,
         followers: Sequence[Follower] = (),
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._second: SecondComputation | None = second
-        self._followers = followers
+        self._computations, self._followers = list(computations), list(followers)
         self._running, self._failed = running, failed
         self._process = os.getpid()
 
@@ -142,7 +141,7 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def calls_graphs(self) -> CallsGraphs | None:
         """Calls compiled graphs; None for running them as they are."""
-        return getattr(self._second, "calls_graphs", None)
+        return next((each.calls_graphs for each in self._computations if isinstance(each, WholeStep)), None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -151,20 +150,20 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A forked child, such as a worker that loads data, has the mode on its stack as well.
         if getattr(func, "_schema", None) is None or os.getpid() != self._process:
             return func(*args, **kwargs)
-        second = self._computing()
-        pending = second and self._attempt(second.before, func, args, kwargs)
+        pending = [(each, self._attempt(each, each.before, func, args, kwargs)) for each in self._computing()]
         result = func(*args, **kwargs)
-        if second is not None and pending:
-            self._attempt(second.after, pending, result, sys._getframe(1))
+        for each, prepared in pending:
+            if prepared:
+                self._attempt(each, each.after, prepared, result, sys._getframe(1))
         if self._followers:
             call = OperatorCall(func, args, kwargs, result, sys._getframe(1), self._running.in_optimizer)
-            for each in self._followers:
-                self._attempt(each.ran, call)
+            for follower in tuple(self._followers):
+                self._attempt(follower, follower.ran, call)
         return result
 
     def stop(self) -> None:
         """Pass everything on from now on."""
-        self._second, self._followers = None, ()
+        self._computations, self._followers = [], []
 
     def leave(self) -> bool:
         """Stop, and exit the mode. Return False while a mode of the script is above it on this thread's stack."""
@@ -174,22 +173,24 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return True
 
-    def _computing(self) -> SecondComputation | None:
-        """Return the second computation of the operator that runs; None for a part of a validation."""
-        if self._second is None or torch._C._current_autograd_node() is not None:
-            return self._second
+    def _computing(self) -> Sequence[Recomputation]:
+        """Return what computes the operator that runs again; nothing for a part of a validation."""
+        if torch._C._current_autograd_node() is not None:
+            return self._computations
         # A closure, as Lightning's, enables gradients again for the loop's own code.
         if self._running.in_optimizer and not self._running.any_running and not torch.is_grad_enabled():
-            return self._second.of_optimizer
-        return None if self._running.evaluates else self._second
+            return [each.of_optimizer for each in self._computations if each.of_optimizer is not None]
+        return () if self._running.evaluates else self._computations
 
-    def _attempt(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _attempt(self, whose: Recomputation | Follower, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function; if it fails, end the work of the one to whom it belongs."""
         try:
             return function(*args)
         except Exception as error:
             if self._failed is None:
                 raise
-            self.stop()
+            self._computations = [each for each in self._computations if whose not in (each, each.of_optimizer)]
+            self._followers = [each for each in self._followers if each is not whose]
             self._failed(error)
             return None
 
@@ -203,8 +204,6 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         is_compiled: whether the step has compiled code, through which no power is followed.
     """
 
-    _second: WholeStep | None
-
     def __init__(
         self,
         running: Running,
@@ -214,38 +213,38 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         is_compiled: bool,
         by_hand: bool = False,
     ) -> None:
-        self._powers = None if is_compiled else PowersOfScale(running.path, parameters)
-        others = (StuckNumbers(running.path), LossyCalls(running.path))
-        followers = [each for each in (self._powers, *others) if each is not None]
-        super().__init__(WholeStep(running.path, parameters, buffers, by_hand), running, followers, failed)
+        self._powers = PowersOfScale(running.path, parameters)
+        self._step = WholeStep(running.path, parameters, buffers, by_hand)
+        followers: list[Follower] = [StuckNumbers(running.path), LossyCalls(running.path)]
+        if not is_compiled:
+            followers.append(self._powers)
+        super().__init__([self._step], running, followers, failed)
         self._thread = threading.get_ident()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the operators that follow on this thread as the optimizer's."""
         if threading.get_ident() == self._thread:
             self._running.in_optimizer = True
-            if self._second is not None:
-                self._second.optimizer_steps(optimizer)
+            if self._step in self._computations:
+                self._step.optimizer_steps(optimizer)
 
     def optimizer_stepped(self) -> None:
         """Take the operators that follow on this thread as the training's."""
         if threading.get_ident() == self._thread:
             self._running.in_optimizer = False
-            if self._second is not None:
-                self._second.optimizer_stepped()
+            self._step.optimizer_stepped()
 
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         """Follow the loss scale from here."""
-        if self._powers is not None and self._followers and threading.get_ident() == self._thread:
+        if self._powers in self._followers and threading.get_ident() == self._thread:
             self._powers.scaled(scaler, given, scaled)
 
     def end(self) -> tuple[list[Record], str]:
         """Stop; return the records, and a sentence on the operators that were left out. Waits for the device."""
-        second, followers = self._second, self._followers
+        ended: list[Recomputation | Follower] = [*self._computations, *self._followers]
+        left_out = next((each.left_out() for each in self._computations), "")
         self.stop()
-        if second is None:
-            return [], ""
-        return [*second.records(), *(record for each in followers for record in each.records())], second.left_out()
+        return [record for each in ended for record in each.records()], left_out
 
 
 class SecondSteps(Guarded):

@@ -1,4 +1,4 @@
-"""The FP32 twins of a step's tensors, by storage: views and writes in place need no bookkeeping."""
+"""The twins of a step's tensors in a wider dtype, by storage: views and writes in place need no bookkeeping."""
 
 from __future__ import annotations
 
@@ -13,16 +13,33 @@ import torch
 
 from mpinspect.runtime.storages import StorageReference, storage_key
 
-#: The dtypes of twins, by those of their tensors.
-TWIN_DTYPES = {**dict.fromkeys((torch.float16, torch.bfloat16, torch.float32), torch.float32), torch.bool: torch.bool}
 #: Elements that are compared in FP32 at once, so that the copies stay in the processor's cache.
 _PIECE = 1 << 17
 #: A gradient of this part of the largest one, by root mean square, is zero but for rounding in FP32.
 ZERO_BUT_FOR_ROUNDING = 2.0**-20
 
 
+class Widening(NamedTuple):
+    """Which tensors of a run are computed again, and in which dtype.
+
+    Args:
+        narrow: the dtypes of tensors whose operators run again.
+        having: the dtypes of tensors that may have a twin: these, and those that inherit their errors.
+        wide: the dtype of the twins.
+    """
+
+    narrow: tuple[torch.dtype, ...]
+    having: tuple[torch.dtype, ...]
+    wide: torch.dtype
+
+
+OF_16_BITS = Widening((torch.float16, torch.bfloat16), (torch.float16, torch.bfloat16, torch.float32), torch.float32)
+#: Results in 16 bits are taken as exact.
+OF_FP32 = Widening((torch.float32,), (torch.float32,), torch.float64)
+
+
 class Twin(NamedTuple):
-    """The FP32 values, or the decisions, of a whole storage.
+    """The wide values, or the decisions, of a whole storage.
 
     Args:
         storage: the storage, whose end removes the twin.
@@ -38,9 +55,14 @@ class Twin(NamedTuple):
 
 
 class Twins:
-    """Holds twins as long as the storages that they belong to."""
+    """Holds twins as long as the storages that they belong to.
 
-    def __init__(self) -> None:
+    Args:
+        wide: the dtype of the twins of numbers.
+    """
+
+    def __init__(self, wide: torch.dtype) -> None:
+        self._wide = wide
         self._of: dict[int, Twin] = {}
         #: The storages whose twins have shared memory, by that memory's storage, which may be a tensor's of the run.
         self._borrowers: defaultdict[int, list[int]] = defaultdict(list)
@@ -102,12 +124,13 @@ class Twins:
         if is_ours and have_one_layout(tensor, twin):
             self._set(tensor, flat(twin), is_cast, is_shared=False)
             return
-        values = _whole(tensor.untyped_storage(), tensor.dtype).to(TWIN_DTYPES[tensor.dtype], copy=True)
+        dtype = torch.bool if tensor.dtype is torch.bool else self._wide
+        values = _whole(tensor.untyped_storage(), tensor.dtype).to(dtype, copy=True)
         values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(twin)
         self._set(tensor, values, is_cast, is_shared=False)
 
     def share(self, tensor: torch.Tensor, source: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> bool:
-        """Let a cast have the twin, or else the FP32 values, of its source. Return False if their layouts differ."""
+        """Let a cast have the twin, or else the values, of its source. Return False if their layouts differ."""
         if not have_one_layout(tensor, twin):
             return False
         self._borrowers[storage_key(twin)].append(storage_key(tensor))
@@ -213,20 +236,20 @@ def _pieces(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[torch.Tens
 
 
 def distance(one: torch.Tensor, twin: torch.Tensor) -> float:
-    """Return the norm of the difference of two tensors of one shape, in FP32."""
+    """Return the norm of the difference of a tensor and its twin, in the twin's dtype."""
     # Memory of its own for each piece would cost more than the arithmetic.
-    room = torch.empty(min(_PIECE, one.numel()) * one.is_cpu, dtype=torch.float32, device="cpu")
+    room = torch.empty(min(_PIECE, one.numel()) * one.is_cpu, dtype=twin.dtype, device="cpu")
     norms = []
     for left, right in _pieces(one, twin):
         is_small = left.dim() == 1 and len(left) <= len(room)
-        off = room[: len(left)].copy_(left).sub_(right) if is_small else left.float() - right
+        off = room[: len(left)].copy_(left).sub_(right) if is_small else left.to(right.dtype) - right
         norms.append(float(off.norm()))
     return math.hypot(*norms)
 
 
 def is_equal(one: torch.Tensor, twin: torch.Tensor) -> bool:
     """Return whether two tensors of one shape have the same values."""
-    return all(torch.equal(left.float(), right) for left, right in _pieces(one, twin))
+    return all(torch.equal(left.to(right.dtype), right) for left, right in _pieces(one, twin))
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

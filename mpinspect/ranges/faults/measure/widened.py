@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C._autograd import _get_sequence_nr
 
 from mpinspect.ranges.faults.measure.operands import Pending
-from mpinspect.ranges.faults.measure.second import SecondComputation
+from mpinspect.ranges.faults.measure.recomputation import Recomputation
 
 
-class Widened(SecondComputation):
+class Widened(Recomputation):
     """Replaces the results of chosen operators, in forward and backward, by those of their FP32 twins.
 
     A twin stays in FP32 as long as only chosen operators read it; others read the rounded values.
 
     Args:
-        module, parameters: as ``SecondComputation``.
+        module: as of ``Recomputation``.
         chosen: returns whether the operator of this name, in the module of this dotted path, is computed in FP32.
     """
 
     def __init__(
         self,
         module: Callable[[], str],
-        parameters: Iterable[tuple[str, torch.nn.Parameter]],
         chosen: Callable[[str, str], bool],
     ) -> None:
-        super().__init__(module, parameters)
+        super().__init__(module)
         self._chosen = chosen
         #: The number of calls by module and operator.
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -52,11 +51,6 @@ class Widened(SecondComputation):
             path = self._modules.get(node._sequence_nr(), "")
         self.calls[path, name] += 1
         return self._chosen(path, name)
-
-    def _compare(self, *_: Any) -> None:
-        """Judge nothing."""
-
-    _compare_ties = _compare_choices = _compare_integers = _compare  # type: ignore[assignment]
 
     def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool) -> None:
         value.copy_(twin)

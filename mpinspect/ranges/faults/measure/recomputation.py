@@ -1,0 +1,366 @@
+"""Runs each operator of a step once more, on twins of the run's tensors in a wider dtype.
+
+The run's own tensors are neither read late nor written. A twin belongs to a storage, so that views and writes in place need no
+bookkeeping; a tensor without one equals its twin.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._C._autograd import _get_sequence_nr
+
+from mpinspect.ranges.faults.measure.operands import (
+    CASTS,
+    Pending,
+    has_numbers,
+    is_decision,
+    is_in_forward,
+    is_opaque,
+    is_strange,
+    mapped,
+    mutated_by,
+    node_of,
+    numbers_of,
+    single_operators,
+    wide_copy,
+)
+from mpinspect.ranges.faults.measure.twins import OF_16_BITS, Twins, Widening, have_one_layout, is_equal
+from mpinspect.ranges.records import Record
+from mpinspect.reporting.words import filled, number_of
+from mpinspect.runtime.device import free_memory
+from mpinspect.runtime.outputs import leaves
+from mpinspect.runtime.storages import storage_key
+from mpinspect.runtime.user_line import innermost_line
+
+aten = torch.ops.aten
+
+_PRODUCTS = frozenset({aten.mm, aten.addmm})
+#: Multiplications from which on a product takes longer than choosing its kernel.
+_LARGE_PRODUCT = 1 << 24
+#: Operators that decide by comparing: in the exact computation a clamp, a `where` and their gradients follow its own decisions.
+DECIDING = frozenset(
+    {
+        *(aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge),
+        *(aten.logical_and, aten.logical_or, aten.logical_xor, aten.logical_not),
+        *(aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor, aten.bitwise_not),
+        *(aten.logical_and_, aten.logical_or_, aten.bitwise_and_, aten.bitwise_or_),
+    }
+)
+#: Operators whose results are not written yet, or have no exact result.
+_WITHOUT_RESULT = ("empty", "new_empty", "set_", "resize_")
+#: Bytes of twins, and seconds, after which the rest of the step is left out.
+_MOST_BYTES, _MOST_SECONDS = 2 << 30, 20.0
+#: The most operators that are named as left out.
+_MOST_NAMED = 5
+
+
+class Recomputation:
+    """Recomputes a running step with more bits, operator by operator; subclasses judge the results.
+
+    Args:
+        module: returns the dotted path of the module that is running.
+        widening: the dtypes that are recomputed, and that of the twins.
+    """
+
+    #: Recomputes the optimizer that is stepping; None while none is.
+    of_optimizer: Recomputation | None = None
+
+    def __init__(self, module: Callable[[], str], widening: Widening = OF_16_BITS) -> None:
+        self._module = module
+        self._widening = widening
+        #: The name of operators outside of a backward.
+        self._phase = "forward"
+        self._twins = Twins(widening.wide)
+        #: The modules of forward operators, by the sequence number of their autograd node.
+        self._modules: dict[int, str] = {}
+        #: Why the rest of the step was left out; "" if it was not.
+        self._ended_by = ""
+        #: When the first operator was computed twice: before it, code may have been compiled.
+        self._began = 0.0
+        #: Operators whose twin could not run, by name.
+        self.skipped: Counter[str] = Counter()
+        self._is_over = False
+
+    # -- the operators ----------------------------------------------------------------------------------------------
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
+        """Prepare an operator's second run, or those of the operators that a foreach operator stands for.
+
+        Those whose result more bits would not change, or that can't be prepared, are left out.
+        """
+        if not isinstance(func, torch._ops.OpOverload):
+            return []
+        try:
+            self._called(func, args, kwargs)
+            rows_of = single_operators(func, args)
+            if rows_of is None:
+                return list(filter(None, [self._prepare(func, args, kwargs)]))
+            found = [(place, self._prepare(one, row, kwargs | more)) for place, (one, row, more) in enumerate(rows_of)]
+            return [each._replace(place=place) for place, each in found if each is not None]
+        except Exception:
+            self.skipped[func.overloadpacket.__name__] += 1
+            return []
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Judge the arguments of an operator that is about to run."""
+
+    def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
+        schema = func._schema
+        writes = schema.is_mutable
+        if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
+            return None
+        given = [each for each in leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
+        usable = {id(each): each for each in given if self._may_have_twin(each)}
+        tensors = list(usable.values())
+        mutated = mutated_by(func, args, kwargs)
+        self._twins.written(each for each in mutated if id(each) in usable)
+        is_copied = all(id(each) in usable for each in mutated) and not any(
+            is_strange(each) for each in given if id(each) not in usable
+        )
+        if not self._is_chosen(func) or func.namespace != "aten" or is_opaque(func, args) or not is_copied:
+            # A collective that ran twice would wait for other ranks, the user's own operators may have effects, and a
+            # tensor that is written but has no twin would be written twice.
+            self._forget(mutated)
+            return None
+        has_twin = any(self.twin(each) is not None for each in tensors)
+        narrow, wide = self._widening.narrow, self._widening.wide
+        is_narrow = any(each.dtype in narrow for each in tensors) or kwargs.get("dtype") in narrow
+        if not (has_twin or is_narrow or self._is_judged_anyway(func, args)):
+            return None
+        if self._is_used_up():
+            self._end()
+            return None
+        self._remember_module(func)
+        if not self._fits(tensors):
+            self.skipped["too large"] += 1
+            self._forget(mutated)
+            return None
+        written = {id(each) for each in mutated}
+        twins = mapped(
+            lambda each: (
+                self._twin_or_wide(each, id(each) in written) if id(each) in usable else wide_copy(each, False, wide)
+            ),
+            args,
+            kwargs,
+        )
+        exact = (args, kwargs) if has_twin else None
+        before = 0.0 if writes else None
+        if has_twin and writes:
+            exact = mapped(lambda each: wide_copy(each, id(each) in written, wide), args, kwargs)
+            before = self._error_before(func, tensors)
+        dtype = getattr((*args, None)[0], "dtype", None)
+        is_cast = func.overloadpacket in CASTS and all(map(self._twins.is_cast, tensors))
+        old = args[0].detach().clone() if self._is_changed(func, dtype) else None
+        return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, node_of(tensors), old)
+
+    def _is_chosen(self, func: Any) -> bool:
+        """Return whether to run an operator again; the results of others are taken as exact."""
+        return True
+
+    def _is_judged_anyway(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return whether an operator is judged although none of its tensors is narrow or has a twin."""
+        return False
+
+    def _is_changed(self, func: Any, dtype: torch.dtype | None) -> bool:
+        """Return whether the values that an operator overwrites are kept."""
+        return False
+
+    def _error_before(self, func: Any, tensors: list[torch.Tensor]) -> float:
+        """Return the largest error of tensors that an operator is about to overwrite, relative to their norm."""
+        return 0.0
+
+    def _remember_module(self, func: Any) -> None:
+        """Remember the running module of a forward for the backward of its last node."""
+        if is_in_forward():
+            self._modules[_get_sequence_nr() - 1] = self._module()
+
+    def after(self, pending: Sequence[Pending], result: Any, frame: FrameType) -> None:
+        """Run each operator again on the twins of its arguments, and compare the results."""
+        for each in pending:
+            made = result
+            if each.place is not None:
+                # A foreach operator in place returns nothing.
+                made = result[each.place] if result else each.given[0][0]
+            self._ran(each._replace(frame=frame), made, numbers_of(made))
+
+    def _ran(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
+        func, name = pending.func, pending.func.overloadpacket.__name__
+        if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_WITHOUT_RESULT):
+            self._forget(results)
+            return
+        try:
+            self._judge(pending, results)
+            if func.overloadpacket is aten._to_copy and not results:
+                self._compare_integers(pending, result)
+            elif is_decision(result):
+                self._keep_decision(pending, result)
+            elif func.overloadpacket is not aten._to_copy or not self._keep_cast(pending, results[0]):
+                self._run_again(pending, result, results)
+        except Exception:
+            self.skipped[name] += 1
+            self._forget(results)
+
+    def _run_again(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
+        args, kwargs = pending.arguments
+        exact = self._run(pending.func, args, kwargs)
+        self._compare_choices(pending, result, exact)
+        given = {storage_key(each) for each in leaves(args) if isinstance(each, torch.Tensor)}
+        for place, (value, twin) in enumerate(zip(results, _tensors_of(exact), strict=False)):
+            is_alike = value.numel() and value.shape == twin.shape and twin.dtype == self._widening.wide
+            if is_alike and value.dtype in self._widening.having:
+                if not place:
+                    # Further results may be written partially.
+                    self._compare(pending, value, twin)
+                    self._passed_on([value], results[1:])
+                self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
+                given.add(storage_key(twin))
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on twins; a large product on a CPU with oneDNN, which on some processors takes half the time."""
+        if func.overloadpacket not in _PRODUCTS or kwargs or not _suits_onednn(*args):
+            return func(*args, **kwargs)
+        bias, left, right = (None, *args)[-3:]
+        return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
+
+    # -- what subclasses judge --------------------------------------------------------------------------------------
+
+    def _judge(self, pending: Pending, results: list[torch.Tensor]) -> None:
+        """Judge an operator that has run, before it runs again."""
+
+    def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
+        """Judge an operator's first result by its exact one."""
+
+    def _compare_choices(self, pending: Pending, result: Any, exact: Any) -> None:
+        """Judge integers and masks by those of the exact computation."""
+
+    def _compare_integers(self, pending: Pending, value: Any) -> None:
+        """Judge a cast to integers."""
+
+    def _passed_on(self, operands: list[torch.Tensor], results: list[torch.Tensor]) -> None:
+        """Handle results whose own errors are not measured."""
+
+    def _record(self, pending: Pending, result: Any, kind: type[Any], *names: str, **figures: Any) -> Any:
+        """Return a record of an operator; ``names``: those that follow the operator, its line and its phase."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            module, phase = self._module(), self._phase
+        else:
+            module, phase = self._modules.get(node._sequence_nr(), ""), "backward"
+        names = (pending.func.overloadpacket.__name__, innermost_line(pending.frame), phase, *names)
+        # The dtype in which numbers were rounded before they became integers.
+        is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
+        rounded = result.dtype if is_float else pending.dtype
+        dtype = str(rounded).removeprefix("torch.")
+        return kind(**{"name": module, "names": names, "text": dtype, **figures})
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def records(self) -> Sequence[Record]:
+        """Return the records, once the step has ended. Waits for the device."""
+        return ()
+
+    def _is_used_up(self) -> bool:
+        """Return whether the time or the memory for twins is used up."""
+        if self._elapsed() > _MOST_SECONDS:
+            self._ended_by = f"after {_MOST_SECONDS:.0f} s"
+        elif self._twins.bytes > _MOST_BYTES:
+            self._ended_by = f"once its copies took {_MOST_BYTES >> 30} GiB"
+        return bool(self._ended_by)
+
+    def _elapsed(self) -> float:
+        """Return the time since the first operator that was computed twice."""
+        now = time.perf_counter()
+        self._began = self._began or now
+        return now - self._began
+
+    def left_out(self) -> str:
+        """Return a sentence on the operators that were not computed a second time; "" without any."""
+        skipped = [f"{number_of(times, 'call')} of {name}" for name, times in self.skipped.most_common(_MOST_NAMED)]
+        parts = filter(None, (filled("all of it {}", self._ended_by), *skipped))
+        return filled("Left out of the second computation of a step: {}", ", ".join(parts))
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._twins.clear()
+        self._modules.clear()
+
+    # -- twins ------------------------------------------------------------------------------------------------------
+
+    def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the twin of a tensor; None if it has none of its own."""
+        return self._twins.of(tensor)
+
+    def _may_have_twin(self, tensor: torch.Tensor) -> bool:
+        is_kept = tensor.dtype in self._widening.having or tensor.dtype is torch.bool
+        return is_kept and not tensor.is_meta and not is_strange(tensor)
+
+    def _twin_or_wide(self, value: torch.Tensor, is_mutated: bool) -> torch.Tensor:
+        if is_mutated:
+            return self._twins.to_write(value)
+        twin = self.twin(value)
+        if twin is not None:
+            return twin
+        return value if value.dtype is torch.bool else value.to(self._widening.wide)
+
+    def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool) -> None:
+        """Remember a result's twin; ``is_ours`` if nothing else has its memory."""
+        if self.twin(value) is not None:
+            self._twins.update(value, twin, is_cast)
+        elif not is_equal(value, twin):
+            self._twins.add(value, twin, is_cast, is_ours)
+
+    def _keep_cast(self, pending: Pending, value: torch.Tensor) -> bool:
+        """Let the result of a cast have the exact values of its argument. Return False if it needs a copy."""
+        source, twin = pending.given[0][0], pending.arguments[0][0]
+        is_exact = source.dtype in self._widening.narrow and self.twin(source) is None
+        has_twins = all(each.dtype in self._widening.having for each in (source, value))
+        if is_exact or not has_twins or not value.numel() or not have_one_layout(value, twin):
+            return False
+        self._compare(pending, value, twin)
+        if not is_equal(value, twin):
+            self._twins.share(value, source, twin, pending.is_cast)
+        return True
+
+    def _keep_decision(self, pending: Pending, value: torch.Tensor) -> None:
+        args, kwargs = pending.arguments
+        if pending.func.overloadpacket in DECIDING:
+            decided = pending.func(*args, **kwargs)
+            if not torch.equal(value, decided):
+                self._passed_on(numbers_of(pending.given[0]), [value])
+                self._compare_choices(pending, value, decided)
+                self._twins.add(value, decided, is_cast=False)
+                return
+        self._forget([value])
+
+    def _forget(self, results: list[torch.Tensor]) -> None:
+        """Take results as exact."""
+        self._twins.forget(each for each in results if has_numbers(each) or is_decision(each))
+
+    def _fits(self, tensors: list[torch.Tensor]) -> bool:
+        """Return whether storages can be copied in the wide dtype: a GPU has room for three copies in half of its free memory."""
+        size = self._widening.wide.itemsize
+        if any(each.untyped_storage().nbytes() * size // each.element_size() > _MOST_BYTES for each in tensors):
+            return False
+        on_gpus = [each for each in tensors if each.is_cuda]
+        wanted = 3 * size * sum(each.numel() for each in on_gpus)
+        return all(wanted < free_memory(device) / 2 for device in {each.device for each in on_gpus})
+
+
+def _tensors_of(result: Any) -> list[torch.Tensor]:
+    return [each for each in leaves((result,)) if isinstance(each, torch.Tensor) and each.is_floating_point()]
+
+
+def _suits_onednn(*operands: torch.Tensor) -> bool:
+    """Return whether a product of two matrices, to which a row may be added, is worth choosing oneDNN's kernel."""
+    *bias, left, right = operands
+    is_large = left.numel() * right.shape[1] >= _LARGE_PRODUCT
+    is_linear = all(each.is_cpu and each.dtype is torch.float32 for each in operands) and (
+        not bias or bias[0].shape == right.shape[1:]
+    )
+    return is_large and is_linear and bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
