@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mpinspect.ranges.capture.graph import dtype_of, operator_of, walk
+from mpinspect.ranges.capture.graph import dtype_of, walk
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.operands import (
     CASTS,
@@ -22,6 +21,7 @@ from mpinspect.ranges.faults.measure.operands import (
     numbers_of,
 )
 from mpinspect.ranges.faults.measure.origins import Origins
+from mpinspect.ranges.faults.measure.recomputation import Makers
 from mpinspect.ranges.faults.measure.twins import is_finite
 from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
 from mpinspect.runtime.outputs import leaves
@@ -42,14 +42,13 @@ class Broken:
 
     Args:
         origins: the operators that made large or small values, which lead to infinities.
+        makers: the operators that have got autograd's nodes.
     """
 
-    def __init__(self, origins: Origins) -> None:
-        self._origins = origins
+    def __init__(self, origins: Origins, makers: Makers) -> None:
+        self._origins, self._makers = origins, makers
         self.born: list[BornInfinite] = []
         self._alike: list[BrokenAlike] = []
-        #: The operators of a forward with their lines, by the sequence number of their autograd node.
-        self._makers: dict[int, tuple[str, str]] = {}
         #: The largest argument of the first exponential in FP32 that FP16 can't hold, and its line.
         self._exponent: tuple[float, str] | None = None
 
@@ -59,11 +58,6 @@ class Broken:
             largest = float(argument.detach().max())
             if _LARGEST_EXPONENT < largest < math.inf:
                 self._exponent = largest, innermost_line(sys._getframe())
-
-    def made(self, number: int, operator: Any) -> None:
-        """Remember the operator of a forward whose autograd node has this sequence number: the first one that has it."""
-        if number not in self._makers:
-            self._makers[number] = operator.__name__, innermost_line(sys._getframe())
 
     def judge(
         self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: torch.Tensor, describe: _Describe
@@ -110,31 +104,20 @@ class Broken:
                 names, figures["is_last"] = self._last_narrow(given), 1.0
         elif is_in_forward() and (near := self._origins.of_overflow(operands, largest)):
             names, figures["near"] = near.names, near.largest
-        self.born.append(self.at_its_maker(describe(BornInfinite, line, *names, **figures)))
+        self.born.append(self._makers.placed(describe(BornInfinite, line, *names, **figures)))
 
     def _last_narrow(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """Return the operator, line, module and dtype of the last operator in 16 bits before some tensors; () if unknown."""
         for node in walk([each.grad_fn for each in tensors if each.grad_fn is not None], _MOST_NODES):
-            dtype, maker = dtype_of(node), self._makers.get(node._sequence_nr())
+            dtype, maker = dtype_of(node), self._makers.of(node)
             if dtype in NARROW and maker is not None:
                 return *maker, "", dtype_name(dtype)
         return ()
-
-    def at_its_maker(self, record: Any) -> Any:
-        """Return a record of a backward with the operator of the forward and its line, without a line if that is not known."""
-        node = torch._C._current_autograd_node()
-        if node is None:
-            return record
-        operator, line = self._makers.get(node._sequence_nr(), ("", ""))
-        if operator_of(node).lower() != operator.replace("_", ""):
-            operator, line = record.names[0], ""
-        return replace(record, names=(operator, line, *record.names[2:]))
 
     def records(self) -> list[Record]:
         """Return the first operator that broke, and the same operator where it broke on further lines."""
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._alike.sort(key=lambda each: not each.from_finite)
-        self._makers.clear()
         return [
             *(each for found in (self.born, self._alike) for each in found[:1]),
             *(each for found in (self.born, self._alike) for each in _further(found)),

@@ -13,8 +13,6 @@ from mpinspect.ranges.faults.measure.origins import sample
 from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import GradientsError
 
-#: The relative error of rounding once to BF16. Smaller errors are not followed.
-_ROUNDING = 2.0**-8
 #: Number of elements from which an error is estimated: a factor of two between two of them is enough.
 _SAMPLE = 1 << 11
 #: Errors of this multiple of a result's size count as equal: a result that is all error has lost all that it had to lose.
@@ -31,9 +29,14 @@ class _Line:
 
 
 class Growth:
-    """Follows the relative error of tensors, by storage, through the operators of a forward and a backward."""
+    """Follows the relative error of tensors, by storage, through the operators of a forward and a backward.
 
-    def __init__(self) -> None:
+    Args:
+        rounding: the relative error of rounding once. Smaller errors are not followed.
+    """
+
+    def __init__(self, rounding: float = 2.0**-8) -> None:
+        self._rounding = rounding
         self._errors: Marks[float] = Marks()
         self._lines: dict[tuple[str, ...], _Line] = {}
 
@@ -51,15 +54,15 @@ class Growth:
             value, twin: its result, and the exact one.
             describe: makes a record of the operator at its line.
         """
-        before = max([_ROUNDING, *filter(None, map(self._errors.of, operands))])
+        before = max([self._rounding, *filter(None, map(self._errors.of, operands))])
         exact = sample(twin, _SAMPLE)
         error = min(ratio(float((sample(value, _SAMPLE) - exact).norm()), float(exact.norm())), _ALL_ERROR)
         # False for the NaN of a twin that is infinite.
-        is_off = error > _ROUNDING
+        is_off = error > self._rounding
         self._errors.put(value, error if is_off else None)
-        if not is_off and before <= _ROUNDING:
+        if not is_off and before <= self._rounding:
             return
-        growth = math.log2((error if is_off else _ROUNDING) / before)
+        growth = math.log2((error if is_off else self._rounding) / before)
         record = describe()
         line = self._lines.setdefault((record.name, *record.names[1:3]), _Line(0.0, growth, record))
         line.growth += growth

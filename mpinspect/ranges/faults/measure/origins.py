@@ -214,8 +214,9 @@ def _error(value: torch.Tensor, exact: torch.Tensor) -> Error:
 
 
 def sample(tensor: torch.Tensor, most: int = _SAMPLE) -> torch.Tensor:
-    """Return some ``most`` elements of a tensor, evenly spread, in FP32."""
-    return tensor.detach().flatten()[:: max(1, tensor.numel() // most)].float()
+    """Return some ``most`` elements of a tensor, evenly spread, in FP32; of FP64 in FP64."""
+    few = tensor.detach().flatten()[:: max(1, tensor.numel() // most)]
+    return few if few.dtype is torch.float64 else few.float()
 
 
 def _mean(tensor: torch.Tensor) -> float:

@@ -6,15 +6,22 @@ bookkeeping; a tensor without one equals its twin.
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._C._autograd import _get_sequence_nr
 
+from mpinspect.numeric.exponents import ratio
+from mpinspect.ranges.capture.graph import operator_of
+from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.growth import Growth
 from mpinspect.ranges.faults.measure.operands import (
     CASTS,
     Pending,
@@ -30,8 +37,15 @@ from mpinspect.ranges.faults.measure.operands import (
     single_operators,
     wide_copy,
 )
-from mpinspect.ranges.faults.measure.twins import OF_16_BITS, Twins, Widening, have_one_layout, is_equal
-from mpinspect.ranges.records import Record
+from mpinspect.ranges.faults.measure.twins import (
+    OF_16_BITS,
+    Twins,
+    Widening,
+    distance,
+    have_one_layout,
+    is_equal,
+)
+from mpinspect.ranges.records import GradientsError, Record
 from mpinspect.reporting.words import filled, number_of
 from mpinspect.runtime.device import free_memory
 from mpinspect.runtime.outputs import leaves
@@ -65,20 +79,29 @@ class Recomputation:
 
     Args:
         module: returns the dotted path of the module that is running.
+        parameters: the model's parameters by name, whose gradients are compared in the end.
         widening: the dtypes that are recomputed, and that of the twins.
     """
 
     #: Recomputes the optimizer that is stepping; None while none is.
     of_optimizer: Recomputation | None = None
 
-    def __init__(self, module: Callable[[], str], widening: Widening = OF_16_BITS) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: Callable[[], str],
+        parameters: Iterable[tuple[str, torch.nn.Parameter]] = (),
+        widening: Widening = OF_16_BITS,
+    ) -> None:
+        self._module, self._parameters = module, list(parameters)
         self._widening = widening
         #: The name of operators outside of a backward.
         self._phase = "forward"
         self._twins = Twins(widening.wide)
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
+        self._makers = Makers()
+        #: The errors of weights' gradients that are in no ``.grad``, and the root mean squares of the exact ones.
+        self._errors: dict[str, tuple[float, float]] = {}
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
         #: When the first operator was computed twice: before it, code may have been compiled.
@@ -176,9 +199,11 @@ class Recomputation:
         return 0.0
 
     def _remember_module(self, func: Any) -> None:
-        """Remember the running module of a forward for the backward of its last node."""
+        """Remember the running module of a forward for the backward of its last node, and the operator that has got the node."""
         if is_in_forward():
-            self._modules[_get_sequence_nr() - 1] = self._module()
+            number = _get_sequence_nr() - 1
+            self._modules[number] = self._module()
+            self._makers.made(number, func.overloadpacket)
 
     def after(self, pending: Sequence[Pending], result: Any, frame: FrameType) -> None:
         """Run each operator again on the twins of its arguments, and compare the results."""
@@ -289,6 +314,61 @@ class Recomputation:
         self._is_over = True
         self._twins.clear()
         self._modules.clear()
+        self._makers.clear()
+
+    # -- errors -----------------------------------------------------------------------------------------------------
+
+    def _errors_of_gradients(self) -> dict[str, tuple[float, float]]:
+        """Return the relative error of each weight's gradient, and the root mean square of the exact one."""
+        return self._errors | {
+            name: self._error_and_size(parameter.grad)
+            for name, parameter in self._parameters
+            if parameter.grad is not None and has_numbers(parameter.grad) and self.twin(parameter.grad) is not None
+        }
+
+    def _of_all_gradients(
+        self, errors: dict[str, tuple[float, float]], growth: Growth, dtype: torch.dtype, least: float
+    ) -> list[GradientsError]:
+        """Return a record of the error of all gradients together; [] if none can be compared.
+
+        Args:
+            errors: as of ``_errors_of_gradients``.
+            growth: knows the line to blame, which is recorded from the relative error ``least`` on.
+            dtype: the narrow one of the step.
+        """
+        roots = {name: parameter.numel() ** 0.5 for name, parameter in self._parameters}
+        # Those of a compiled graph have no name.
+        compared = {name: each for name, each in errors.items() if name in roots}
+        size = math.hypot(*(size * roots[name] for name, (_, size) in compared.items()))
+        off = math.hypot(*(error * size * roots[name] for name, (error, size) in compared.items()))
+        if not 0 < size < math.inf or not off < math.inf:
+            return []
+        record: GradientsError | None = None
+        figures: dict[str, Any] = {"error": off / size, "of": len(compared), "size": size}
+        if off >= least * size:
+            record, zeroed = growth.most(), math.hypot(*(self._zeroed(each) for _, each in self._parameters))
+            figures |= {"off": sum(error >= least for error, _ in compared.values()), "zeroed": zeroed / off}
+        record = record or GradientsError(names=("", "", ""), text=dtype_name(dtype))
+        return [replace(record, **figures)]
+
+    def _zeroed(self, parameter: torch.nn.Parameter) -> float:
+        """Return the norm of the exact values of a gradient's elements that are zero in the run."""
+        twin = None if parameter.grad is None or not has_numbers(parameter.grad) else self.twin(parameter.grad)
+        return 0.0 if twin is None else float(twin[parameter.grad == 0].norm())
+
+    def _errors_of(self, tensors: Iterable[Any]) -> float:
+        """Return the largest inherited error of tensors, each relative to its norm."""
+        return max((self._error(each) for each in tensors if has_numbers(each)), default=0.0)
+
+    def _error_and_size(self, tensor: torch.Tensor) -> tuple[float, float]:
+        """Return the inherited error of a tensor, and the root mean square of its twin."""
+        exact = tensor if (twin := self.twin(tensor)) is None else twin
+        return self._error(tensor), float(exact.norm(dtype=self._widening.wide)) / max(exact.numel(), 1) ** 0.5
+
+    def _error(self, tensor: torch.Tensor) -> float:
+        """Return the inherited error of a tensor, relative to its norm."""
+        twin = self.twin(tensor)
+        return 0.0 if twin is None else relative_error(tensor, twin)
 
     # -- twins ------------------------------------------------------------------------------------------------------
 
@@ -350,6 +430,46 @@ class Recomputation:
         on_gpus = [each for each in tensors if each.is_cuda]
         wanted = 3 * size * sum(each.numel() for each in on_gpus)
         return all(wanted < free_memory(device) / 2 for device in {each.device for each in on_gpus})
+
+
+class Makers:
+    """Remembers the operators of a forward and their lines, by the sequence number of their autograd node."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[str, str]] = {}
+
+    def made(self, number: int, operator: Any) -> None:
+        """Remember an operator that has got the node with this number: the first one that has it."""
+        if number not in self._of:
+            self._of[number] = operator.__name__, innermost_line(sys._getframe())
+
+    def of(self, node: Any) -> tuple[str, str] | None:
+        """Return the operator that has a node, and its line; None if it is not known."""
+        return self._of.get(node._sequence_nr())
+
+    def placed(self, record: Any) -> Any:
+        """Return a record of a backward with the operator of the forward and its line, without a line if that is not known."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return record
+        operator, line = self.of(node) or ("", "")
+        if operator_of(node).lower() != operator.replace("_", ""):
+            operator, line = record.names[0], ""
+        return replace(record, names=(operator, line, *record.names[2:]))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._of.clear()
+
+
+def relative_error(value: torch.Tensor, twin: torch.Tensor) -> float:
+    """Return the distance of a tensor from its twin, relative to the twin's norm."""
+    off = ratio(distance(value, twin), float(twin.norm()))
+    if math.isnan(off) and bool(((value == twin) | (value - twin).isfinite()).all()):
+        # A mask's infinities are intended.
+        finite = twin.isfinite()
+        return ratio(distance(value[finite], twin[finite]), float(twin[finite].norm()))
+    return off
 
 
 def _tensors_of(result: Any) -> list[torch.Tensor]:

@@ -18,7 +18,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mpinspect.numeric.exponents import ratio
@@ -50,12 +49,11 @@ from mpinspect.ranges.faults.measure.operands import (
     summands,
 )
 from mpinspect.ranges.faults.measure.origins import Origins
-from mpinspect.ranges.faults.measure.recomputation import DECIDING, Recomputation
+from mpinspect.ranges.faults.measure.recomputation import DECIDING, Recomputation, relative_error
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
 from mpinspect.ranges.faults.measure.twins import (
     ZERO_BUT_FOR_ROUNDING,
     Marks,
-    distance,
     is_finite,
 )
 from mpinspect.ranges.records import (
@@ -136,8 +134,7 @@ class SecondComputation(Recomputation):
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
         by_hand: bool = False,
     ) -> None:
-        super().__init__(module)
-        self._parameters = list(parameters)
+        super().__init__(module, parameters)
         stepped = [each for _, each in self._parameters if each.requires_grad and not by_hand]
         # One at a time: another thread may replace its model's gradients meanwhile.
         others = itertools.chain(stepped, (each.grad for _, each in self._parameters))
@@ -155,7 +152,7 @@ class SecondComputation(Recomputation):
         self._found: defaultdict[type[Record], list[Record]] = defaultdict(list)
         self._nearest_end: NearestEnd | None = None
         self._origins = Origins()
-        self._broken = Broken(self._origins)
+        self._broken = Broken(self._origins, self._makers)
         self._effects = Effects()
         self._growth = Growth()
         self._edges = Edges()
@@ -166,8 +163,6 @@ class SecondComputation(Recomputation):
         self._widened: Marks[torch.dtype] = Marks()
         #: The operator of the forward that raised an error most times.
         self._raised: AmplifiedError | None = None
-        #: The errors of weights' gradients that are in no ``.grad``, and the root mean squares of the exact ones.
-        self._errors: dict[str, tuple[float, float]] = {}
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -253,11 +248,8 @@ class SecondComputation(Recomputation):
         return self._errors_of(tensors) if func.overloadpacket in _AMPLIFYING else 0.0
 
     def _remember_module(self, func: Any) -> None:
-        """Remember the module, and the operator that has got the last node."""
         super()._remember_module(func)
-        if is_in_forward():
-            self._broken.made(_get_sequence_nr() - 1, func.overloadpacket)
-        else:
+        if not is_in_forward():
             self._divided.backward_runs()
 
     def _ran(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
@@ -343,7 +335,7 @@ class SecondComputation(Recomputation):
                 # Rounding turns some signs of small numbers round; a flushed number has none.
                 compared = twin.where(value != 0, 0.0), twin
             if compared[0].numel() >= _FEWEST_OF_ONE:
-                self._compare_errors(pending, value, twin, _relative(*compared))
+                self._compare_errors(pending, value, twin, relative_error(*compared))
 
     def _follow_flushed(
         self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
@@ -482,7 +474,7 @@ class SecondComputation(Recomputation):
         origin = next(filter(None, map(self._origins.worst_of, operands)), ())
         record: GradientsError = self._record(pending, value, GradientsError, "", *origin)
         is_python = isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
-        placed: GradientsError = _at_its_line(record) if is_python else self._broken.at_its_maker(record)
+        placed: GradientsError = _at_its_line(record) if is_python else self._makers.placed(record)
         is_narrow = value.dtype in NARROW
         return placed if is_narrow else replace(placed, text=dtype_name(self._narrow))
 
@@ -498,7 +490,7 @@ class SecondComputation(Recomputation):
         """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
         errors = self._errors_of_gradients()
         worst, whose = _worst_of(errors)
-        of_all = self._of_all_gradients(errors)
+        of_all = self._of_all_gradients(errors, self._growth, self._narrow, _OFF)
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
@@ -543,55 +535,9 @@ class SecondComputation(Recomputation):
         self._end()
         return [*found, *of_all]
 
-    def _errors_of_gradients(self) -> dict[str, tuple[float, float]]:
-        """Return the relative error of each weight's gradient, and the root mean square of the exact one."""
-        return self._errors | {
-            name: self._error_and_size(parameter.grad)
-            for name, parameter in self._parameters
-            if parameter.grad is not None and has_numbers(parameter.grad) and self.twin(parameter.grad) is not None
-        }
-
-    def _of_all_gradients(self, errors: dict[str, tuple[float, float]]) -> list[GradientsError]:
-        """Return a record of the error of all gradients together; [] if none can be compared."""
-        roots = {name: parameter.numel() ** 0.5 for name, parameter in self._parameters}
-        # Those of a compiled graph have no name.
-        compared = {name: each for name, each in errors.items() if name in roots}
-        size = math.hypot(*(size * roots[name] for name, (_, size) in compared.items()))
-        off = math.hypot(*(error * size * roots[name] for name, (error, size) in compared.items()))
-        if not 0 < size < math.inf or not off < math.inf:
-            return []
-        record: GradientsError | None = None
-        figures: dict[str, Any] = {"error": off / size, "of": len(compared), "size": size}
-        if off >= _OFF * size:
-            record, zeroed = self._growth.most(), math.hypot(*(self._zeroed(each) for _, each in self._parameters))
-            figures |= {"off": sum(error >= _OFF for error, _ in compared.values()), "zeroed": zeroed / off}
-        record = record or GradientsError(names=("", "", ""), text=dtype_name(self._narrow))
-        return [replace(record, **figures)]
-
-    def _zeroed(self, parameter: torch.nn.Parameter) -> float:
-        """Return the norm of the exact values of a gradient's elements that are zero in the run."""
-        twin = None if parameter.grad is None or not has_numbers(parameter.grad) else self.twin(parameter.grad)
-        return 0.0 if twin is None else float(twin[parameter.grad == 0].norm())
-
     def _end(self) -> None:
         super()._end()
         self._effects.clear()
-
-    def _errors_of(self, tensors: Iterable[Any]) -> float:
-        """Return the largest inherited error of tensors, each relative to its norm."""
-        return max((self._error(each) for each in tensors if has_numbers(each)), default=0.0)
-
-    def _error_and_size(self, tensor: torch.Tensor) -> tuple[float, float]:
-        """Return the inherited error of a tensor, and the root mean square of its twin."""
-        exact = tensor if (twin := self.twin(tensor)) is None else twin
-        return self._error(tensor), float(exact.float().norm()) / max(exact.numel(), 1) ** 0.5
-
-    def _error(self, tensor: torch.Tensor) -> float:
-        """Return the inherited error of a tensor, relative to its norm."""
-        twin = self.twin(tensor)
-        if twin is None:
-            return 0.0
-        return _relative(tensor, twin)
 
 
 def _worst_of(errors: dict[str, tuple[float, float]]) -> tuple[float | None, str]:
@@ -623,16 +569,6 @@ def _at_its_line(record: Any) -> Any:
         )
     # The line of torch's own nodes is the one that calls the backward.
     return replace(record, names=(operator, "", phase, *origin))
-
-
-def _relative(value: torch.Tensor, twin: torch.Tensor) -> float:
-    """Return the distance of a tensor from its twin, relative to the twin's norm."""
-    off = ratio(distance(value, twin), float(twin.norm()))
-    if math.isnan(off) and bool(((value == twin) | (value - twin).isfinite()).all()):
-        # A mask's infinities are intended.
-        finite = twin.isfinite()
-        return ratio(distance(value[finite], twin[finite]), float(twin[finite].norm()))
-    return off
 
 
 def _with_gradients(record: Any, error: float | None, whose: str) -> Record:
