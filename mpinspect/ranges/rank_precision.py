@@ -159,7 +159,7 @@ class _Search:
             lambda running: Widened(running, chosen),
         )
         gradients = {
-            name: second.exact(each.grad) if is_exact else each.grad.float()
+            name: second.exact(each.grad).clone() if is_exact else each.grad.float()
             for name, each in self._model.named_parameters()
             if each.grad is not None and each.grad.layout is torch.strided
         }

@@ -729,6 +729,20 @@ class NearestEnd(Record, kind="second-nearest-end"):
     largest: float
 
 
+class BrokenInFP32(Record, kind="second-broken-in-fp32"):
+    """The first operator with a result in FP32 that is infinite or NaN where that of a computation in FP64 is finite.
+
+    Args:
+        elements: the number of such elements.
+        largest: their largest magnitude in FP64.
+
+    The names from the fifth on are the operator, line, module and dtype where FP32's errors had grown most before, if they had.
+    """
+
+    elements: float
+    largest: float
+
+
 class BrokenAlike(Record, kind="second-broken-alike"):
     """The first operator with a result that is not finite in the exact computation either: ``elements`` of ``of``.
 
@@ -951,8 +965,8 @@ class GradientsError(Record, kind="second-gradients"):
     most of its operands' error, if any did.
 
     Args:
-        error: the norm of the error, relative to that of the exact gradients.
-        off, of: the number of weights whose own gradient is off by half its size, and the number of all compared.
+        error: the norm of the error, relative to that of the exact gradients: those of FP32, or of FP64 if the dtype is FP32.
+        off, of: the number of weights whose own gradient is off by half its size, or by FP32_OFF in FP32, and of all compared.
         size: the norm of the exact gradients.
         zeroed: the norm of the exact gradients' elements that are zero in the run, relative to that of the error.
         share: the operator's line's share of the growth of errors in all lines, 0..1.
@@ -964,6 +978,10 @@ class GradientsError(Record, kind="second-gradients"):
     size: float = 0.0
     zeroed: float = 0.0
     share: float = 0.0
+
+
+#: The least error of all gradients for which FP32 is called too coarse.
+FP32_OFF = 0.1
 
 
 class ChangedIntegers(Record, kind="second-integers"):

@@ -444,6 +444,10 @@ class Kinds:
         return found.was_steady and found.steps == _SETTLED
 
 
+#: The number of chosen steps whose FP32 operators are computed in FP64: a copy in FP64 is twice as large.
+_IN_FP64 = 2
+
+
 class StepChoice:
     """Chooses the steps that are computed twice: given ones, some after an infinity or NaN that no loss scale explains, some
     that do rarer work, such as a validation, if it recurs at a regular interval, and some after a new kind of steps began.
@@ -468,6 +472,7 @@ class StepChoice:
         self._worked: tuple[int, ...] = ()
         self._kinds = Kinds()
         self._is_of_new_kind = False
+        self._left_in_fp64 = _IN_FP64
 
     def passed(self, step: int, work: int, first: str = "", kind: Hashable = None) -> None:
         """Handle the end of a step.
@@ -490,8 +495,9 @@ class StepChoice:
         broken = len(broken_phases())
         return broken > 0 and self._chosen_after_events < broken + AT_ONCE - 1
 
-    def begins(self, step: int) -> None:
-        """Handle the start of a chosen step."""
+    def begins(self, step: int) -> bool:
+        """Handle the start of a chosen step. Return whether its FP32 operators are computed in FP64: in the first such steps, and
+        after an infinity or NaN."""
         self._is_after_event = not self._is_planned(step)
         self._left_with_rarer_work -= self._has_rarer_work(step)
         self._left_of_new_kind -= self._is_of_new_kind
@@ -499,6 +505,8 @@ class StepChoice:
         self._left_after_events -= self._is_after_event
         self._chosen_after_events += self._is_after_event
         self._steps = [each for each in self._steps if each > step]
+        self._left_in_fp64 -= 1
+        return self._is_after_event or self._left_in_fp64 >= 0
 
     def ends(self, records: Iterable[Record], broken_phases: Sequence[str]) -> None:
         """Handle the records of a chosen step: once one has the infinity or NaN, no further step is needed for it."""

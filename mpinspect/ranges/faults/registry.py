@@ -9,6 +9,7 @@ from mpinspect.ranges.analysis.first_line import gravest
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.name import (
     arithmetic,
+    coarse,
     culprit_inputs,
     decisions,
     dtypes,
@@ -36,7 +37,7 @@ from mpinspect.reporting.finding import Finding
 #: Listed before all others, since a lost process matters most.
 FIRST: tuple[Fault, ...] = (ranks.RANK_ENDED_EARLY,)
 #: Faults that a second computation of a step shows.
-OF_SECOND: tuple[Fault, ...] = (*infinities.FAULTS, *decisions.FAULTS, *lost_values.FAULTS)
+OF_SECOND: tuple[Fault, ...] = (*coarse.FAULTS, *infinities.FAULTS, *decisions.FAULTS, *lost_values.FAULTS)
 #: Faults of loss scales.
 OF_SCALING: tuple[Fault, ...] = (*scaling.FAULTS, *scaler_missing.FAULTS)
 #: Faults that name a cause, roughly in the order of how much they explain.

@@ -230,7 +230,9 @@ def _nothing_wrong(session: Session) -> str:
         "watched": progress.watched_steps,
         "skipped": progress.skipped_steps,
     }
-    errors = of_learning_steps(recorded(session.measurements, GradientsError))
+    errors = of_learning_steps(
+        each for each in recorded(session.measurements, GradientsError) if each.text != FLOAT32.name
+    )
     figures |= {"twice": len(errors), "off": max((each.error for each in errors), default=0.0)}
     # A finding says more of larger errors.
     is_close = bool(errors) and max(each.error for each in errors) < _CLOSE

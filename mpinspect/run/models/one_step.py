@@ -230,8 +230,7 @@ class OneStep(Guarded):
         from mpinspect.shapes.record.live import LiveMatmuls
 
         self._is_again = not self._wants_matmuls
-        if self._is_again:
-            self._choice.begins(self._stepped)
+        in_fp64 = not self._is_again or self._choice.begins(self._stepped)
         self._wants_matmuls = False
         # Gradients of other threads' models may be freed while they are read.
         models = self._models.attached(self._thread)
@@ -253,6 +252,7 @@ class OneStep(Guarded):
             _named(models, torch.nn.Module.named_buffers),
             self._is_compiled,
             self._models.are_by_hand,
+            in_fp64,
         )
         # The recorder of products, above on the stack, decomposes composite operators.
         twice.__enter__()  # type: ignore[no-untyped-call]

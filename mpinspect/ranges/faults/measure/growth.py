@@ -43,6 +43,7 @@ class Growth:
     def ran(
         self,
         operands: Iterable[torch.Tensor],
+        result: torch.Tensor,
         value: torch.Tensor,
         twin: torch.Tensor,
         describe: Callable[[], GradientsError],
@@ -51,7 +52,8 @@ class Growth:
 
         Args:
             operands: the operator's tensors.
-            value, twin: its result, and the exact one.
+            result: what it returned.
+            value, twin: its result, as it is judged, and the exact one.
             describe: makes a record of the operator at its line.
         """
         before = max([self._rounding, *filter(None, map(self._errors.of, operands))])
@@ -59,7 +61,7 @@ class Growth:
         error = min(ratio(float((sample(value, _SAMPLE) - exact).norm()), float(exact.norm())), _ALL_ERROR)
         # False for the NaN of a twin that is infinite.
         is_off = error > self._rounding
-        self._errors.put(value, error if is_off else None)
+        self._errors.put(result, error if is_off else None)
         if not is_off and before <= self._rounding:
             return
         growth = math.log2((error if is_off else self._rounding) / before)

@@ -73,7 +73,7 @@ class PreparedTensors(SecondComputation):
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
         """Prepare an operator's second run; operators on FP32 tensors without twins are left out."""
-        if self._is_over:
+        if self.is_over:
             return []
         began = time.perf_counter()
         self._operators += 1

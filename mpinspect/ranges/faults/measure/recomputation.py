@@ -108,7 +108,7 @@ class Recomputation:
         self._began = 0.0
         #: Operators whose twin could not run, by name.
         self.skipped: Counter[str] = Counter()
-        self._is_over = False
+        self.is_over = False
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class Recomputation:
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
         schema = func._schema
         writes = schema.is_mutable
-        if self._is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
+        if self.is_over or (not writes and any(each.alias_info is not None for each in schema.returns)):
             return None
         given = [each for each in leaves((*args, *kwargs.values())) if isinstance(each, torch.Tensor)]
         usable = {id(each): each for each in given if self._may_have_twin(each)}
@@ -229,7 +229,7 @@ class Recomputation:
                 self._run_again(pending, result, results)
         except Exception:
             self.skipped[name] += 1
-            self._forget(results)
+            self._forget([*results, *mutated_by(func, *pending.given)])
 
     def _run_again(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
         args, kwargs = pending.arguments
@@ -311,7 +311,7 @@ class Recomputation:
         return filled("Left out of the second computation of a step: {}", ", ".join(parts))
 
     def _end(self) -> None:
-        self._is_over = True
+        self.is_over = True
         self._twins.clear()
         self._modules.clear()
         self._makers.clear()
@@ -375,6 +375,11 @@ class Recomputation:
     def twin(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the twin of a tensor; None if it has none of its own."""
         return self._twins.of(tensor)
+
+    def exact(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the wide values of a tensor that the step has made."""
+        twin = self.twin(tensor)
+        return tensor.to(self._widening.wide) if twin is None else twin
 
     def _may_have_twin(self, tensor: torch.Tensor) -> bool:
         is_kept = tensor.dtype in self._widening.having or tensor.dtype is torch.bool

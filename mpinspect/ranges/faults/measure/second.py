@@ -227,7 +227,7 @@ class SecondComputation(Recomputation):
             self._coarse.setdefault(line, record)
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
-        if not self._is_over and is_cast_to_fp8(func, args, kwargs):
+        if not self.is_over and is_cast_to_fp8(func, args, kwargs):
             self._remember_module(func)
             return Pending(func, (args, kwargs), None, None, (args, kwargs), args[0].dtype, False, None, None)
         pending = super()._prepare(func, args, kwargs)
@@ -304,7 +304,7 @@ class SecondComputation(Recomputation):
                 # A mask's infinities hide no error of the other elements.
                 self._origins.passed_on(numbers_of(pending.given[0]), [value])
             return
-        self._growth.ran(numbers_of(pending.given[0]), value, twin, partial(self._raising, pending, value))
+        self._growth.ran(numbers_of(pending.given[0]), value, value, twin, partial(self._raising, pending, value))
         if is_in_forward() and value.dtype is torch.float16 and value.numel():
             largest = float(value.abs().max())
             if self._nearest_end is None or largest > self._nearest_end.largest:

@@ -17,6 +17,7 @@ from mpinspect.ranges.capture import optimizer_steps, scalers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import LATER_STEPS, StepChoice, StepClock
 from mpinspect.ranges.capture.weights import RarerWork
+from mpinspect.ranges.faults.measure.in_fp64 import InFP64
 from mpinspect.ranges.faults.measure.lossy_calls import LossyCalls
 from mpinspect.ranges.faults.measure.operands import OperatorCall
 from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
@@ -202,6 +203,7 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         running, failed: as of ``Twice``.
         parameters, buffers, by_hand: as of ``SecondComputation``.
         is_compiled: whether the step has compiled code, through which no power is followed.
+        in_fp64: whether FP32 operators of uncompiled code are computed in FP64 as well.
     """
 
     def __init__(
@@ -212,13 +214,17 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         buffers: list[tuple[str, torch.Tensor]],
         is_compiled: bool,
         by_hand: bool = False,
+        in_fp64: bool = False,
     ) -> None:
         self._powers = PowersOfScale(running.path, parameters)
         self._step = WholeStep(running.path, parameters, buffers, by_hand)
         followers: list[Follower] = [StuckNumbers(running.path), LossyCalls(running.path)]
         if not is_compiled:
             followers.append(self._powers)
-        super().__init__([self._step], running, followers, failed)
+        computations: list[Recomputation] = [self._step]
+        if in_fp64 and not is_compiled:
+            computations.append(InFP64(running.path, parameters, self._step))
+        super().__init__(computations, running, followers, failed)
         self._thread = threading.get_ident()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
@@ -241,8 +247,9 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
 
     def end(self) -> tuple[list[Record], str]:
         """Stop; return the records, and a sentence on the operators that were left out. Waits for the device."""
-        ended: list[Recomputation | Follower] = [*self._computations, *self._followers]
-        left_out = next((each.left_out() for each in self._computations), "")
+        # A later computation reads the twins of an earlier one, which ends with its records.
+        ended: list[Recomputation | Follower] = [*reversed(self._computations), *self._followers]
+        left_out = next(filter(None, (each.left_out() for each in self._computations)), "")
         self.stop()
         return [record for each in ended for record in each.records()], left_out
 
@@ -335,8 +342,7 @@ class SecondSteps(Guarded):
             self._begin()
 
     def _begin(self) -> None:
-        self._choice.begins(self._step)
-        model = self._model
+        in_fp64, model = self._choice.begins(self._step), self._model
         reason = obstacle([model]) or doubt([model])
         if reason:
             self._recording.note(f"no step was computed twice: {reason}")
@@ -344,7 +350,9 @@ class SecondSteps(Guarded):
         parameters = named_plainly(model, model.named_parameters())
         buffers = named_plainly(model, model.named_buffers())
         self._running.follow(model)
-        self._twice = StepTwice(self._running, self._failed, parameters, buffers, is_any_compiled([model]))
+        self._twice = StepTwice(
+            self._running, self._failed, parameters, buffers, is_any_compiled([model]), in_fp64=in_fp64
+        )
         self._twice.__enter__()  # type: ignore[no-untyped-call]
 
     def _end(self, step: int) -> None:

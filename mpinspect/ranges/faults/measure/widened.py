@@ -38,11 +38,6 @@ class Widened(Recomputation):
         """Whether neither time nor memory ended the computation early."""
         return not self._ended_by
 
-    def exact(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the FP32 values of a tensor that the step has made."""
-        twin = self.twin(tensor)
-        return (tensor.float() if twin is None else twin).clone()
-
     def _is_chosen(self, func: Any) -> bool:
         node, name = torch._C._current_autograd_node(), func.overloadpacket.__name__
         if node is None:

@@ -29,6 +29,7 @@ from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_flushed
 from mpinspect.ranges.records import (
     BornInfinite,
     BrokenAlike,
+    BrokenInFP32,
     Examined,
     ExaminedArgument,
     ExaminedMask,
@@ -334,8 +335,10 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     first = first_event(case)
     # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
     is_stepped_on = any(event.skipped is False for event in broken)
+    of_fp32 = {each.step for each in case.recorded(BrokenInFP32)}
     for alike in case.recorded(BrokenAlike):
-        if (is_stepped_on or are_weights_broken(alike, case)) and not alike.from_finite:
+        is_explained = is_stepped_on or are_weights_broken(alike, case)
+        if alike.step in of_fp32 or (is_explained and not alike.from_finite):
             continue
         # A step of a second opinion has no events.
         if not case.progress.steps or (first is not None and first.step <= alike.step):

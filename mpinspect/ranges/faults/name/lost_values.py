@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
+from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FLOAT32, FORMATS
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
 from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
 from mpinspect.ranges.faults.name.infinities import Born, beginning, first_event
 from mpinspect.ranges.faults.name.operators import (
+    CONCENTRATED,
     MATTERS,
+    PRODUCTS,
     Gradients,
     by_place,
     found_at,
@@ -50,10 +52,6 @@ _MOSTLY = 0.5
 _LEAST_BRANCH = 2.0**-6
 #: The error of all gradients together, relative to their size, from which on they hardly point anywhere.
 _AS_LARGE = 1.0
-#: Operators whose backward multiplies and adds up over the batch.
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "convolution", "linear"})
-#: The least share of the growth of errors for which a line is to blame.
-_CONCENTRATED = 1 / 3
 #: The ids of findings that may follow from steps on wrong gradients, and from differences that are rounding error.
 _OF_WRONG_GRADIENTS = ("non-finite-event", "argument-out-of-range")
 #: More terms than a model has layers.
@@ -620,7 +618,7 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     False alarms: Gradients that cancel over a batch are small beside their rounding. So a step is left out if its gradients are
     smaller than a tenth of another step's, as in a model that has converged, and if the errors grow in the sums over the batch.
     """
-    learning = of_learning_steps(case.recorded(GradientsError))
+    learning = of_learning_steps(each for each in case.recorded(GradientsError) if each.text != FLOAT32.name)
     first = next((each for each in learning if each.error >= _MOSTLY and each.zeroed < _MOSTLY), None)
     if first is None:
         return
@@ -631,11 +629,11 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     )
     if any(each.step == first.step and gradients_off(each)[0] for each in others):
         return
-    if first.names[2] == "backward" and first.names[0] in _PRODUCTS:
+    if first.names[2] == "backward" and first.names[0] in PRODUCTS:
         # The operands were right: over the batch their products cancel, as at an optimum.
         return
     off_by = {"off_by": percent_up_to(first.error)}
-    if first.share < _CONCENTRATED:
+    if first.share < CONCENTRATED:
         yield found_at(first, (_Inaccurate.MOSTLY_ERROR, _Inaccurate.SPREAD), (), (), off_by, severity="info", layer="")
         return
     origin = origin_of(first)
@@ -652,7 +650,7 @@ def _spoils_gradients(record: LostSum | AbsorbedOperand, case: Case) -> bool:
     """Return whether an operator's line is the one that makes the gradients of its step as wrong as they are large."""
     return any(
         each.error >= _AS_LARGE
-        and each.share >= _CONCENTRATED
+        and each.share >= CONCENTRATED
         and (each.step, each.names[1]) == (record.step, record.names[1])
         for each in case.recorded(GradientsError)
     )

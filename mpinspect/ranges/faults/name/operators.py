@@ -16,6 +16,10 @@ from mpinspect.reporting.words import bracketed
 
 #: An error of the gradients from which on rounding matters: BF16 alone makes some 1%.
 MATTERS = 0.1
+#: Operators whose backward multiplies and adds up over the batch.
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "convolution", "linear"})
+#: The least share of the growth of errors for which a line is to blame.
+CONCENTRATED = 1 / 3
 #: Gradients of a smaller part of an earlier step's are those of a model that has converged.
 _CONVERGED = 0.1
 Placed = TypeVar("Placed", bound=Record)

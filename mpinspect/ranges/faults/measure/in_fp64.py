@@ -1,0 +1,116 @@
+"""Computes a step in FP64 as well: where FP32 itself is too coarse, and at which line its errors grow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpinspect.ranges.faults.measure.growth import Growth
+from mpinspect.ranges.faults.measure.operands import Pending, mapped, numbers_of
+from mpinspect.ranges.faults.measure.recomputation import Recomputation, relative_error
+from mpinspect.ranges.faults.measure.twins import OF_FP32, is_finite
+from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, GradientsError, Record
+from mpinspect.runtime.outputs import leaves
+
+aten = torch.ops.aten
+
+#: Seconds after which the rest of the step is left out.
+_MOST_SECONDS = 10.0
+#: The relative error of rounding once to FP32.
+_ROUNDING = 2.0**-24
+#: Multiplications from which on a product runs in FP32 on the rounded twins: few devices are fast in FP64.
+_LARGE = 1 << 26
+#: The places of the two factors of a product among an operator's arguments.
+_FACTORS = {
+    aten.mm: (0, 1),
+    aten.bmm: (0, 1),
+    aten.addmm: (1, 2),
+    aten.baddbmm: (1, 2),
+    aten.convolution: (0, 1),
+    aten.convolution_backward: (1, 2),
+}
+_CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
+
+
+class InFP64(Recomputation):
+    """Recomputes a running step in FP64, and compares the results with those of its second computation, in FP32.
+
+    So it measures what FP32's own rounding does to the gradients, apart from that of 16 bits, and finds the infinities and NaNs
+    that it makes.
+
+    Args:
+        module, parameters: as of ``Recomputation``.
+        in_fp32: computes the step in FP32, and has run an operator before this one does.
+    """
+
+    def __init__(
+        self,
+        module: Callable[[], str],
+        parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        in_fp32: Recomputation,
+    ) -> None:
+        super().__init__(module, parameters, OF_FP32)
+        self._in_fp32 = in_fp32
+        self._growth = Growth(_ROUNDING)
+        self._broken: BrokenInFP32 | None = None
+
+    def _is_used_up(self) -> bool:
+        if self._elapsed() > _MOST_SECONDS:
+            self._ended_by = f"FP32 in FP64 after {_MOST_SECONDS:.0f} s"
+        return bool(self._ended_by) or self._in_fp32.is_over or super()._is_used_up()
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.overloadpacket is aten._amp_foreach_non_finite_check_and_unscale_:
+            # It takes the loss scale and the flag in FP32 alone.
+            return func(args[0], *map(_to_fp32, args[1:]))
+        if not _is_large(func.overloadpacket, args):
+            return func(*args, **kwargs)
+        result = func(*mapped(_to_fp32, args, {})[0], **kwargs)
+        return [each.double() if isinstance(each, torch.Tensor) else each for each in leaves((result,))]
+
+    def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
+        in_fp32 = self._in_fp32.exact(value)
+        if is_finite(in_fp32):
+            self._growth.ran(
+                numbers_of(pending.given[0]), value, in_fp32, twin, partial(self._placed, pending, in_fp32)
+            )
+        elif self._broken is None:
+            where = ~in_fp32.isfinite() & twin.isfinite()
+            if bool(where.any()):
+                worst = self._growth.most()
+                origin = () if worst is None else (*worst.names[:2], worst.name, worst.text)
+                figures = {"elements": float(where.sum()), "largest": float(twin[where].abs().max())}
+                self._broken = self._makers.placed(self._record(pending, in_fp32, BrokenInFP32, "", *origin, **figures))
+
+    def _placed(self, pending: Pending, in_fp32: torch.Tensor) -> GradientsError:
+        placed: GradientsError = self._makers.placed(self._record(pending, in_fp32, GradientsError))
+        return placed
+
+    def _error(self, tensor: torch.Tensor) -> float:
+        twin = self.twin(tensor)
+        return 0.0 if twin is None else relative_error(self._in_fp32.exact(tensor), twin)
+
+    def records(self) -> Sequence[Record]:
+        """Return the first infinity or NaN of FP32's making, and the error of the gradients."""
+        if self.is_over:
+            return ()
+        found = self._of_all_gradients(self._errors_of_gradients(), self._growth, torch.float32, FP32_OFF)
+        self._end()
+        return [*found, *filter(None, [self._broken])]
+
+
+def _to_fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype is torch.float64 else value
+
+
+def _is_large(operator: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operator is a product of very many multiplications."""
+    places = _FACTORS.get(operator)
+    if places is None:
+        return False
+    left, right = (args[place] for place in places)
+    rows = left.numel() // max(1, left.shape[1 if operator in _CONVOLUTIONS else -1])
+    return bool(rows * right.numel() // (left.shape[0] if left.dim() == 3 else 1) >= _LARGE)

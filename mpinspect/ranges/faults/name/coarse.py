@@ -1,0 +1,109 @@
+"""The fault that a computation in FP64 shows: FP32 itself is too coarse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpinspect.numeric.formats import FLOAT32
+from mpinspect.ranges.faults.name.case import Case
+from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
+from mpinspect.ranges.faults.name.infinities import beginning, first_event
+from mpinspect.ranges.faults.name.operators import (
+    CONCENTRATED,
+    PRODUCTS,
+    expression,
+    found_at,
+    of_learning_steps,
+    origin_of,
+    percent_up_to,
+    words_of,
+)
+from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, ExpandedDistance, GradientsError
+from mpinspect.reporting.sentences import Sentences
+
+
+class _Coarse(Sentences):
+    BREAKS = (
+        "In step {measured}, in {place}, {operator} in FP32 is infinite or NaN in {count:count element}. The same computation in "
+        "FP64 is finite, up to {largest:.3g}."
+    )
+    GREW = "FP32's rounding errors grow most in {origin_place}, in {origin_operator}."
+    FIRST = "It began in step {step}; step {measured} was computed a second time for these figures."
+    OFF = (
+        "In step {step}, FP32's rounding puts the gradients of the weights off by {off_by} of their size, compared with "
+        "FP64. {off:.0f} of {of:.0f} are off by 10% or more."
+    )
+    GROWS = "The errors grow most in {place}, in {operator}."
+    FP64 = (
+        "Compute this line in FP64, and what makes its operands. Or change the formula: subtract a centre or a mean from large "
+        "numbers before they are squared, multiplied or added up, and solve least squares by QR in place of normal equations."
+    )
+    ORIGIN_FP64 = (
+        "Compute in FP64 from {origin_place} to {place}. Or change the formula: subtract a centre or a mean from large numbers "
+        "before they are squared, multiplied or added up."
+    )
+    BEYOND = "Its value exceeds FP32's largest number, 3.4e38. Bound it, or compute with its logarithm."
+    DOUBLE = "y = {in_fp64}\n# the result may return to FP32\ny = y.float()"
+
+
+def _fp32_too_coarse(case: Case) -> Iterator[Found]:
+    """FP32 arithmetic whose rounding spoils the gradients, or makes an infinity or NaN that FP64 does not have: numbers that are
+    large beside their differences, ill-conditioned systems, sums of very many terms.
+
+    False alarms: The error is measured. Gradients that cancel over a batch are small beside their rounding: such a step is left
+    out if they are smaller than a tenth of another step's, and if the errors grow in the sums over the batch.
+    """
+    first = first_event(case)
+    for broken in case.recorded(BrokenInFP32):
+        is_later, layer, step = beginning(broken, first)
+        origin = origin_of(broken)
+        is_beyond = broken.largest > FLOAT32.max_finite
+        fix = _Coarse.BEYOND.when(is_beyond) or _Coarse.ORIGIN_FP64.when(origin) or _Coarse.FP64
+        source = origin or broken
+        yield found_at(
+            broken,
+            (_Coarse.BREAKS, _Coarse.GREW.when(origin), _Coarse.FIRST.when(is_later)),
+            fix,
+            _Coarse.DOUBLE,
+            {
+                "count": int(broken.elements),
+                **words_of(origin),
+                "in_fp64": expression(source.names[0], ".double()"),
+            },
+            layer=layer,
+            before=[source.names[1]] if origin else [],
+            operator=source.names[0],
+            is_grave=first is not None,
+            step=step,
+        )
+        return
+    known = {each.names[1] for each in case.recorded(ExpandedDistance)}
+    errors = of_learning_steps(each for each in case.recorded(GradientsError) if each.text == FLOAT32.name)
+    for off in errors:
+        is_of_batch = off.names[2] == "backward" and off.names[0] in PRODUCTS
+        if off.error >= FP32_OFF and off.share >= CONCENTRATED and not is_of_batch and off.names[1] not in known:
+            words = {"off_by": percent_up_to(off.error), "in_fp64": expression(off.names[0], ".double()")}
+            is_grave = off.error >= 1
+            yield found_at(
+                off,
+                (_Coarse.OFF, _Coarse.GROWS),
+                _Coarse.FP64,
+                _Coarse.DOUBLE,
+                words,
+                is_grave=is_grave,
+                operator=off.names[0],
+            )
+            return
+
+
+FAULTS = (
+    Fault(
+        "fp32-too-coarse",
+        "warning",
+        _fp32_too_coarse,
+        (_Coarse,),
+        ("non-finite-event", "argument-out-of-range"),
+        checked=TWICE,
+        heading="FP32 is too coarse",
+    ),
+)
