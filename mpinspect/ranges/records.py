@@ -772,6 +772,9 @@ class PreparedError(Record, kind="prepared-error"):
         flushed: the number of its zeros whose twins are no smaller than 2^-11 of the twin's largest element.
         ones: the number of its ones whose twins are other numbers.
         value, exact: the worst element, and the twin's.
+        times: the number of additions to a running sum that was not followed to its end; 0 for a tensor that was. ``error`` is
+            then the lost part of the terms.
+        unchanged: the mean share of its elements that an addition left as they were.
     """
 
     elements: float
@@ -782,6 +785,8 @@ class PreparedError(Record, kind="prepared-error"):
     changed: float = 0
     flushed: float = 0
     ones: float = 0
+    times: float = 0
+    unchanged: float = 0
 
 
 class CalledLines(Record, kind="second-lines"):

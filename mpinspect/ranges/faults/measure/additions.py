@@ -55,6 +55,50 @@ class _RunningSum:
         self.off = off if self.off is None else self.off.add_(off)
 
 
+class RunningSums:
+    """Adds up the errors of additions, each of which continues the one before it."""
+
+    def __init__(self) -> None:
+        #: The running sums by the storage of the last result, and by line, with a record of an addition.
+        self._sum_of: Marks[_RunningSum] = Marks()
+        self._sums: dict[str, tuple[AbsorbedOperand, list[_RunningSum]]] = {}
+
+    def follow(
+        self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], describe: Callable[..., Any]
+    ) -> None:
+        """Add an addition to the running sum that it continues, or begin one."""
+        given, line = pending.given[0][:2], innermost_line(pending.frame)
+        if not line or value.numel() > _MOST_ELEMENTS:
+            return
+        sums = ((each, self._sum_of.of(each)) for each in given if isinstance(each, torch.Tensor))
+        before, found = next(((each, one) for each, one in sums if one and one.line == line), (None, None))
+        if before is None or found is None or before.shape != value.shape:
+            found = _RunningSum(line)
+        else:
+            if not found.times:
+                at_line = self._sums.get(line) or (describe(AbsorbedOperand, error=0.0, unchanged=0.0), [])
+                at_line[1].append(found)
+                self._sums[line] = at_line
+            # An operator in place has overwritten the sum as it was.
+            found.add(before if pending.old is None else pending.old, local(), value)
+        self._sum_of.put(value, found)
+
+    def records(self) -> list[AbsorbedOperand]:
+        """Return a record for each line whose running sums lose most of their terms, or a part of many."""
+        found = []
+        for record, sums in self._sums.values():
+            times = max(each.times for each in sums)
+            lost = math.hypot(*(float(each.off.norm()) for each in sums if each.off is not None))
+            terms = math.hypot(*(float(each.terms.norm()) for each in sums if each.terms is not None))
+            is_lost = lost >= _ABSORBED * terms or (times >= _FEWEST and lost >= _SUM_OFF * terms)
+            if terms and is_lost and times >= _FEWEST_TERMS:
+                of = sum(each.times for each in sums)
+                size = math.sqrt(sum(each.squares for each in sums) / of)
+                unchanged = sum(each.unchanged for each in sums) / of
+                found.append(replace(record, error=lost / terms, unchanged=unchanged, size=size, times=float(times)))
+        return found
+
+
 class Additions:
     """Judges the additions of a forward alone, and those of running sums together.
 
@@ -64,9 +108,7 @@ class Additions:
 
     def __init__(self, kept: KeptSums) -> None:
         self._kept = kept
-        #: The running sums by the storage of the last result, and by line, with a record of an addition.
-        self._sum_of: Marks[_RunningSum] = Marks()
-        self._sums: dict[str, tuple[AbsorbedOperand, list[_RunningSum]]] = {}
+        self.sums = RunningSums()
 
     def judge(
         self,
@@ -86,7 +128,7 @@ class Additions:
         given = pending.given[0][:2]
         if is_in_place and pending.node is None and self._kept.keeps(given[0]):
             return None
-        self._follow(pending, value, local, describe)
+        self.sums.follow(pending, value, local, describe)
         is_small = value.numel() < _FEWEST
         if is_small and not is_in_place and pending.node is None:
             self._keeps_sum(pending, value, local, describe)
@@ -118,41 +160,6 @@ class Additions:
         by_size = sorted(zip(operands, given, strict=True), key=lambda each: float(each[0].abs().max()))
         if self._kept.keeps(by_size[1][1]):
             self._kept.added(value, by_size[1][0], by_size[0][0], describe)
-
-    def _follow(
-        self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], describe: Callable[..., Any]
-    ) -> None:
-        """Add an addition to the running sum that it continues, or begin one."""
-        given, line = pending.given[0][:2], innermost_line(pending.frame)
-        if not line or value.numel() > _MOST_ELEMENTS:
-            return
-        sums = ((each, self._sum_of.of(each)) for each in given if isinstance(each, torch.Tensor))
-        before, found = next(((each, one) for each, one in sums if one and one.line == line), (None, None))
-        if before is None or found is None or before.shape != value.shape:
-            found = _RunningSum(line)
-        else:
-            if not found.times:
-                at_line = self._sums.get(line) or (describe(AbsorbedOperand, error=0.0, unchanged=0.0), [])
-                at_line[1].append(found)
-                self._sums[line] = at_line
-            # An operator in place has overwritten the sum as it was.
-            found.add(before if pending.old is None else pending.old, local(), value)
-        self._sum_of.put(value, found)
-
-    def running_sums(self) -> list[AbsorbedOperand]:
-        """Return a record for each line whose running sums lose most of their terms, or a part of many."""
-        found = []
-        for record, sums in self._sums.values():
-            times = max(each.times for each in sums)
-            lost = math.hypot(*(float(each.off.norm()) for each in sums if each.off is not None))
-            terms = math.hypot(*(float(each.terms.norm()) for each in sums if each.terms is not None))
-            is_lost = lost >= _ABSORBED * terms or (times >= _FEWEST and lost >= _SUM_OFF * terms)
-            if terms and is_lost and times >= _FEWEST_TERMS:
-                of = sum(each.times for each in sums)
-                size = math.sqrt(sum(each.squares for each in sums) / of)
-                unchanged = sum(each.unchanged for each in sums) / of
-                found.append(replace(record, error=lost / terms, unchanged=unchanged, size=size, times=float(times)))
-        return found
 
 
 def _are_alike(operands: Sequence[Any], value: torch.Tensor) -> bool:

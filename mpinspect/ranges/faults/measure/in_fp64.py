@@ -11,7 +11,7 @@ import torch
 from mpinspect.ranges.faults.measure.growth import Growth
 from mpinspect.ranges.faults.measure.operands import Pending, mapped, numbers_of
 from mpinspect.ranges.faults.measure.recomputation import Recomputation, relative_error
-from mpinspect.ranges.faults.measure.twins import OF_FP32, is_finite
+from mpinspect.ranges.faults.measure.twins import OF_ALL, is_finite
 from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, GradientsError, Record
 from mpinspect.runtime.outputs import leaves
 
@@ -35,6 +35,22 @@ _FACTORS = {
 _CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
 
 
+#: Decompositions whose factors have an arbitrary sign, which another rounding may turn round.
+_AMBIGUOUS = frozenset({aten._linalg_svd, aten._linalg_eigh, aten.linalg_eig, aten.linalg_qr, aten.geqrf})
+
+
+def run_in_fp64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator in FP64; in FP32 on rounded arguments if it takes very many multiplications, or has no unique result."""
+    operator = func.overloadpacket
+    if operator is aten._amp_foreach_non_finite_check_and_unscale_:
+        # It takes the loss scale and the flag in FP32 alone.
+        return func(args[0], *map(_to_fp32, args[1:]))
+    if operator not in _AMBIGUOUS and not _is_large(operator, args):
+        return func(*args, **kwargs)
+    result = func(*mapped(_to_fp32, args, {})[0], **kwargs)
+    return [each.double() if isinstance(each, torch.Tensor) else each for each in leaves((result,))]
+
+
 class InFP64(Recomputation):
     """Recomputes a running step in FP64, and compares the results with those of its second computation, in FP32.
 
@@ -52,7 +68,7 @@ class InFP64(Recomputation):
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
         in_fp32: Recomputation,
     ) -> None:
-        super().__init__(module, parameters, OF_FP32)
+        super().__init__(module, parameters, OF_ALL)
         self._in_fp32 = in_fp32
         self._growth = Growth(_ROUNDING)
         self._broken: BrokenInFP32 | None = None
@@ -63,13 +79,7 @@ class InFP64(Recomputation):
         return bool(self._ended_by) or self._in_fp32.is_over or super()._is_used_up()
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.overloadpacket is aten._amp_foreach_non_finite_check_and_unscale_:
-            # It takes the loss scale and the flag in FP32 alone.
-            return func(args[0], *map(_to_fp32, args[1:]))
-        if not _is_large(func.overloadpacket, args):
-            return func(*args, **kwargs)
-        result = func(*mapped(_to_fp32, args, {})[0], **kwargs)
-        return [each.double() if isinstance(each, torch.Tensor) else each for each in leaves((result,))]
+        return run_in_fp64(func, args, kwargs)
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         in_fp32 = self._in_fp32.exact(value)

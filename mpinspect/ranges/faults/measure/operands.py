@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
@@ -227,11 +227,11 @@ def is_integer(value: Any) -> bool:
     )
 
 
-def is_narrow(value: Any) -> bool:
-    """Return whether a value is a 16-bit tensor, or a 16-bit dtype."""
+def is_narrow(value: Any, narrow: Sequence[torch.dtype] = NARROW) -> bool:
+    """Return whether a value is a tensor in a narrow dtype, or such a dtype."""
     dtype = value.dtype if isinstance(value, torch.Tensor) else value
     # Some objects of torch's own, such as a profiler's record, can't be compared.
-    return isinstance(dtype, torch.dtype) and dtype in NARROW
+    return isinstance(dtype, torch.dtype) and dtype in narrow
 
 
 def is_strange(tensor: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,8 @@ aten = torch.ops.aten
 #: Operators that pass on the absolute errors of their operands; others pass on relative errors.
 _ADDING = frozenset({aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.cat, aten.stack})
 #: The largest error of rounding once: relative, and in FP16 also that of a subnormal number.
-_ROUNDING = {torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
+OF_16_BITS = {torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
+OF_FP32 = {torch.float32: (2.0**-24, 0.0)}
 _TINY = torch.finfo(torch.float32).tiny
 #: Number of evenly spaced elements from which a tensor's error is estimated.
 _SAMPLE = 1 << 14
@@ -73,9 +74,14 @@ class Near(NamedTuple):
 
 
 class Origins:
-    """Remembers, by storage, the operators to which a forward's tensors owe their errors and their size."""
+    """Remembers, by storage, the operators to which a forward's tensors owe their errors and their size.
 
-    def __init__(self) -> None:
+    Args:
+        rounding: the errors of rounding once, by the dtypes that round.
+    """
+
+    def __init__(self, rounding: Mapping[torch.dtype, tuple[float, float]] = OF_16_BITS) -> None:
+        self._rounding = rounding
         self._errors: Marks[Origin] = Marks()
         self._near: Marks[Near] = Marks()
         #: The names of the operator that made FP16's zeros of other numbers.
@@ -143,7 +149,7 @@ class Origins:
         known = list(filter(None, map(self._errors.of, operands)))
         squares = [each.error[measure] ** 2 for each in known]
         before = math.inf if is_sum else math.sqrt(sum(squares))
-        own = _own(error, before, measure, value, local) if known else error[measure]
+        own = self._own(error, before, measure, value, local) if known else error[measure]
         shares: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for each, square in zip(known, squares, strict=True):
             shares[each.names] += ratio(each.share * square, sum(squares))
@@ -175,6 +181,19 @@ class Origins:
             return None
         return before or (names() if bool(local()[lost].any()) else None)
 
+    def _own(
+        self, error: Error, before: float, measure: int, value: torch.Tensor, local: Callable[[], torch.Tensor]
+    ) -> float:
+        """Return the error that an operator makes itself: estimated, unless that of its operands grows or shrinks far."""
+        if value.dtype not in self._rounding:
+            return 0.0
+        relative, least = self._rounding[value.dtype]
+        size = error.absolute / error.of_all if measure == _ABSOLUTE else 1.0
+        rounding, total = relative * size + least, error[measure]
+        if before / 2 < total < _EXPLAINED * math.hypot(before, rounding):
+            return min(rounding, math.sqrt(max(total**2 - before**2, 0.0)))
+        return _error(value, local())[measure]
+
     def _nearness(
         self, operands: list[torch.Tensor], value: torch.Tensor, names: Callable[[], tuple[str, ...]]
     ) -> Near | None:
@@ -190,18 +209,6 @@ def _measure(operator: torch._ops.OpOverload) -> int:
     if operator.overloadpacket in _ADDING:
         return _ABSOLUTE
     return _OF_EACH if torch.Tag.pointwise in operator.tags else _OF_ALL
-
-
-def _own(error: Error, before: float, measure: int, value: torch.Tensor, local: Callable[[], torch.Tensor]) -> float:
-    """Return the error that an operator makes itself: estimated, unless that of its operands grows or shrinks far."""
-    if value.dtype not in _ROUNDING:
-        return 0.0
-    relative, least = _ROUNDING[value.dtype]
-    size = error.absolute / error.of_all if measure == _ABSOLUTE else 1.0
-    rounding, total = relative * size + least, error[measure]
-    if before / 2 < total < _EXPLAINED * math.hypot(before, rounding):
-        return min(rounding, math.sqrt(max(total**2 - before**2, 0.0)))
-    return _error(value, local())[measure]
 
 
 def _error(value: torch.Tensor, exact: torch.Tensor) -> Error:

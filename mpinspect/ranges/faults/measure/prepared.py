@@ -1,4 +1,5 @@
-"""Computes a script's preparations in 16 bits a second time in FP32: tables, schedules, normalised features.
+"""Computes a script's preparations a second time: tables, schedules, normalised features. Those in 16 bits run in FP32, and those
+in FP32 run in FP64.
 
 When the training begins, each tensor that still exists is compared with its FP32 twin. Freed tensors can't harm the training.
 """
@@ -11,24 +12,31 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
 import torch
 
 from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure import origins
+from mpinspect.ranges.faults.measure.additions import RunningSums
+from mpinspect.ranges.faults.measure.in_fp64 import run_in_fp64
 from mpinspect.ranges.faults.measure.operands import (
     ADDITIONS,
+    NARROW,
     Pending,
     is_narrow,
     local_result,
     numbers_of,
     summands,
 )
-from mpinspect.ranges.faults.measure.second import SecondComputation
+from mpinspect.ranges.faults.measure.origins import Origins
+from mpinspect.ranges.faults.measure.recomputation import Recomputation
+from mpinspect.ranges.faults.measure.second import SUMS
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
-from mpinspect.ranges.faults.measure.twins import Marks, distance, is_finite
-from mpinspect.ranges.records import BEFORE_STEPS, PreparedError, Record
+from mpinspect.ranges.faults.measure.twins import OF_16_BITS, OF_FP32, Marks, Widening, distance, is_finite
+from mpinspect.ranges.records import BEFORE_STEPS, AbsorbedOperand, PreparedError, Record
 from mpinspect.reporting.words import format_name, number_of, percent
 from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.outputs import leaves
@@ -37,8 +45,15 @@ from mpinspect.runtime.user_line import innermost_line
 #: Bytes of twins, seconds of ours, and operators of any dtype, after which nothing more is computed twice. A dispatch mode alone
 #: makes a small operator some ten times as slow.
 _MOST_BYTES, _MOST_SECONDS, _MOST_OPERATORS = 256 << 20, 3.0, 20_000
+#: The same seconds for operators in FP32, which most scripts have many of; and their most elements.
+_MOST_SECONDS_OF_FP32, _MOST_ELEMENTS_OF_FP32 = 1.0, 1 << 23
 #: The least error of a tensor, relative to its norm. Rounding once makes at most 2^-9 in BF16.
 _LEAST = 0.05
+#: The least number of elements of a tensor in FP32.
+_FEWEST = 16
+#: The error of a tensor in FP32, relative to its norm, that a few roundings explain.
+_ROUNDED = 2.0**-20
+_TINY = torch.finfo(torch.float32).tiny
 #: The size of an element, relative to the largest one, below which FP16 would lose it beside that one in any sum.
 _NEGLIGIBLE = 2.0**-11
 #: The least share of whole numbers that a cast changes.
@@ -50,18 +65,24 @@ _MANY_ADDITIONS, _MANY_TO_ONE, _MOSTLY = 64, 16, 0.5
 _MOST = 3
 
 
-class PreparedTensors(SecondComputation):
+class PreparedTensors(Recomputation):
     """Recomputes operators before a training, and judges those of their results that still exist when it begins.
 
     Args:
         used_up: called when its time, memory or number of operators is used up.
+        widening: the dtypes that are recomputed.
     """
 
-    def __init__(self, used_up: Callable[[], None]) -> None:
-        super().__init__(lambda: "", ())
+    def __init__(self, used_up: Callable[[], None], widening: Widening = OF_16_BITS) -> None:
+        super().__init__(lambda: "", widening=widening)
         self._used_up, self._operators = used_up, 0
-        self._readers = {}
         self._seconds = 0.0
+        self._is_of_fp32 = widening is OF_FP32
+        self._most_seconds = _MOST_SECONDS_OF_FP32 if self._is_of_fp32 else _MOST_SECONDS
+        self._origins = Origins(origins.OF_FP32 if self._is_of_fp32 else origins.OF_16_BITS)
+        self._sums = RunningSums()
+        #: The running sums that had lost most of their terms when the time was used up.
+        self._lost: list[AbsorbedOperand] = []
         #: The operators (name, line, module and dtype) to which tensors owe infinities and NaNs, or elements that were flushed.
         self._breaking: Marks[tuple[str, ...]] = Marks()
         self._flushing: Marks[tuple[str, ...]] = Marks()
@@ -72,21 +93,20 @@ class PreparedTensors(SecondComputation):
         self._added: defaultdict[tuple[str, torch.dtype], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:
-        """Prepare an operator's second run; operators on FP32 tensors without twins are left out."""
+        """Prepare an operator's second run; operators without narrow tensors and without twins are left out."""
         if self.is_over:
             return []
         began = time.perf_counter()
         self._operators += 1
         pending: list[Pending] = []
-        given = list(leaves((*args, *kwargs.values())))
+        given, narrow = list(leaves((*args, *kwargs.values()))), self._widening.narrow
         # A weight has no exact value: training begins with the one that it has.
         is_weight = any(isinstance(each, torch.nn.Parameter) for each in given)
-        if not is_weight and (self._twins.bytes or any(map(is_narrow, given))):
-            if is_capturing():
-                # A second run would become a part of the script's graph.
-                self._operators = _MOST_OPERATORS + 1
-            else:
-                pending = super().before(func, args, kwargs)
+        if is_capturing():
+            # A second run would become a part of the script's graph.
+            self._operators = _MOST_OPERATORS + 1
+        elif not is_weight and (self._twins.bytes or any(map(partial(is_narrow, narrow=narrow), given))):
+            pending = super().before(func, args, kwargs)
         self._count_time(began)
         return pending
 
@@ -100,16 +120,25 @@ class PreparedTensors(SecondComputation):
         self._seconds += time.perf_counter() - began
         if self._is_used_up():
             # Writes to tensors are not seen from here on, so that their twins are worth nothing.
+            self._lost = self._sums.records()
             self._end()
             self._used_up()
 
     def _is_used_up(self) -> bool:
-        too_long = self._seconds > _MOST_SECONDS or self._operators > _MOST_OPERATORS
+        too_long = self._seconds > self._most_seconds or self._operators > _MOST_OPERATORS
         return too_long or self._twins.bytes > _MOST_BYTES
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
-        super()._compare(pending, value, twin)
-        if pending.old is not None and pending.func.overloadpacket in ADDITIONS:
+        operator, operands = pending.func.overloadpacket, numbers_of(pending.given[0])
+        local = cache(partial(local_result, pending, twin))
+        if is_finite(value):
+            origin = partial(self._origin, pending, value)
+            self._origins.made(pending.func, operands, value, twin, local, origin, operator in SUMS)
+            if operator in ADDITIONS and value.dtype in NARROW:
+                self._sums.follow(pending, value, local, partial(self._record, pending, value))
+        else:
+            self._origins.passed_on(operands, [value])
+        if pending.old is not None and operator in ADDITIONS:
             times = (self._times.of(value) or 0) + 1
             self._times.put(value, times)
             is_changed = (summands(pending, value)[1] != 0).expand_as(value)
@@ -120,10 +149,25 @@ class PreparedTensors(SecondComputation):
         if not is_finite(value) and is_finite(twin):
             broken = self._earlier(self._breaking, pending) or self._origin(pending, value)
         # A sum or a difference of other numbers is zero in exact arithmetic as well.
-        elif bool(((value == 0) & (local_result(pending, twin) != 0)).any()):
+        elif bool(((value == 0) & (local() != 0)).any()):
             flushed = self._origin(pending, value)
         self._breaking.put(value, broken)
         self._flushing.put(value, self._earlier(self._flushing, pending) or flushed)
+
+    def _fits(self, tensors: list[torch.Tensor]) -> bool:
+        is_small = not self._is_of_fp32 or all(each.numel() <= _MOST_ELEMENTS_OF_FP32 for each in tensors)
+        return is_small and super()._fits(tensors)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run_in_fp64(func, args, kwargs) if self._is_of_fp32 else super()._run(func, args, kwargs)
+
+    def _is_changed(self, func: Any, dtype: torch.dtype | None) -> bool:
+        return func.overloadpacket in ADDITIONS and func._schema.is_mutable and dtype in NARROW
+
+    def _origin(self, pending: Pending, result: torch.Tensor) -> tuple[str, ...]:
+        """Return the operator, line, module and dtype of a result."""
+        record = self._record(pending, result, Record)
+        return *record.names[:2], record.name, record.text
 
     def _earlier(self, marks: Marks[tuple[str, ...]], pending: Pending) -> tuple[str, ...] | None:
         return next(filter(None, map(marks.of, numbers_of(pending.given[0]))), None)
@@ -137,7 +181,8 @@ class PreparedTensors(SecondComputation):
                 known = found.setdefault(record.names, record)
                 found[record.names] = max(known, record, key=_harm)
         self._end()
-        return list(sorted(found.values(), key=_harm, reverse=True)[:_MOST])
+        sums = [_of_sum(each) for each in self._lost if each.times >= _MANY_ADDITIONS]
+        return [*sorted(found.values(), key=_harm, reverse=True)[:_MOST], *sums[:1]]
 
     def absorbed(self) -> list[str]:
         """Return a sentence on each line whose many additions to 16-bit tensors left most elements as they were."""
@@ -152,18 +197,32 @@ class PreparedTensors(SecondComputation):
         """Return the record of a tensor that was computed; None if it is close to its twin, or the twin is not finite either."""
         if not is_finite(twin):
             return None
+        if self._is_of_fp32:
+            return self._of_result_in_fp32(value, twin)
         if not is_finite(value):
             return _recorded(self._breaking.of(value), value, twin, broken=float((~value.isfinite()).sum()))
-        error = distance(value, twin) / max(float(twin.norm()), torch.finfo(torch.float32).tiny)
+        error = distance(value, twin) / max(float(twin.norm()), _TINY)
         if error >= _LEAST:
             return _recorded(self._origins.worst_of(value), value, twin, error=error)
         lost = (value == 0) & (twin.abs() >= _NEGLIGIBLE * twin.abs().max()) & (twin != 0)
         flushed = float(lost.sum())
         return _recorded(self._flushing.of(value), value, twin, lost, flushed=flushed) if flushed else None
 
+    def _of_result_in_fp32(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
+        """Return the record of a tensor in FP32 whose error is large beside the differences of its elements, as of dates."""
+        if twin.numel() < _FEWEST or not is_finite(value):
+            return None
+        off = distance(value, twin)
+        error = off / max(float((twin - twin.mean()).norm()), _TINY)
+        # Equal numbers differ by rounding alone.
+        is_rounded = off < _ROUNDED * float(twin.norm())
+        return (
+            None if is_rounded or error < _LEAST else _recorded(self._origins.worst_of(value), value, twin, error=error)
+        )
+
     def _of_cast(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
         """Return the record of whole numbers, or of numbers near 1, that were only cast; None if nearly all are as before."""
-        if not value.is_floating_point() or not is_finite(value):
+        if self._is_of_fp32 or not value.is_floating_point() or not is_finite(value):
             return None
         if not bool((twin == twin.round()).all()):
             ones, steps = (value == 1) & (twin != 1), twin.diff()
@@ -178,6 +237,12 @@ class PreparedTensors(SecondComputation):
         return _recorded(self._origins.worst_of(value), value, twin, changed=changed) if changed and is_many else None
 
 
+def _of_sum(lost: AbsorbedOperand) -> PreparedError:
+    """Return the record of a running sum."""
+    figures: dict[str, Any] = {"error": lost.error, "times": lost.times, "unchanged": lost.unchanged}
+    return PreparedError(names=(*lost.names[:2], BEFORE_STEPS), text=lost.text, elements=0, value=0, exact=0, **figures)
+
+
 def _recorded(
     names: tuple[str, ...] | None,
     value: torch.Tensor,
@@ -190,7 +255,7 @@ def _recorded(
     if not names:
         return None
     operator, line, _, dtype = names
-    errors = (value.float() - twin).abs().nan_to_num(torch.inf)
+    errors = (value.to(twin.dtype) - twin).abs().nan_to_num(torch.inf)
     worst = int((errors if of is None else errors * of).argmax())
     places = {"value": float(value[worst]), "exact": float(twin[worst])}
     more: Any = {"elements": float(value.numel()), **places, **figures}
@@ -206,15 +271,15 @@ class Preparation:
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
-        self._tensors: PreparedTensors | None = None
+        self._tensors: list[PreparedTensors] = []
         self._mode: Twice | None = None
         self._thread = threading.get_ident()
         self._when_idle = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._exit_outside_of_operators)
 
     def begin(self) -> None:
         """Enter the dispatch mode on this thread."""
-        self._tensors = PreparedTensors(self._exit_soon)
-        self._mode = Twice([self._tensors], RunningModules(), failed=self._failed)
+        self._tensors = [PreparedTensors(self._used_up, each) for each in (OF_16_BITS, OF_FP32)]
+        self._mode = Twice(self._tensors, RunningModules(), failed=self._failed)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
@@ -229,12 +294,16 @@ class Preparation:
     def records(self) -> list[Record]:
         """End, and return the records; [] from the second call on. Waits for the device."""
         self.end()
-        tensors, self._tensors = self._tensors, None
-        return [] if tensors is None else tensors.records()
+        tensors, self._tensors = self._tensors, []
+        return [record for each in tensors for record in each.records()]
 
     def absorbed(self) -> list[str]:
         """Return sentences on additions without effect, for a run in which no training was found."""
-        return [] if self._tensors is None else self._tensors.absorbed()
+        return [sentence for each in self._tensors for sentence in each.absorbed()]
+
+    def _used_up(self) -> None:
+        if all(each.is_over for each in self._tensors):
+            self._exit_soon()
 
     def _exit_soon(self) -> None:
         """Exit the mode after the operator that runs: within it, torch has taken the mode off its stack."""
@@ -253,7 +322,7 @@ class Preparation:
         return 0
 
     def _failed(self, error: Exception) -> None:
-        self._tensors = None
+        self._tensors = []
         self._note(f"what the script computed before its first step was not computed twice: {error!r}")
         self._exit_soon()
 

@@ -513,7 +513,7 @@ class SecondComputation(Recomputation):
         found += [each for kind in firsts for each in self._found[kind][:1]]
         found += [*self._edges.records(), *self._choices.used, *filter(None, [self._nearest_end])]
         # A larger error in an addition of its own does not make up for a sum that stopped.
-        sums = self._additions.running_sums()
+        sums = self._additions.sums.records()
         found += [_with_gradients(each, worst, whose) for each in sums]
         judged = {each.names[:2] for each in sums}
         worsts: tuple[tuple[type[Record], str], ...] = (

@@ -34,7 +34,9 @@ class Widening(NamedTuple):
 
 
 OF_16_BITS = Widening((torch.float16, torch.bfloat16), (torch.float16, torch.bfloat16, torch.float32), torch.float32)
-OF_FP32 = Widening(OF_16_BITS.having, OF_16_BITS.having, torch.float64)
+OF_ALL = Widening(OF_16_BITS.having, OF_16_BITS.having, torch.float64)
+#: Results in 16 bits are taken as exact.
+OF_FP32 = Widening((torch.float32,), (torch.float32,), torch.float64)
 
 
 class Twin(NamedTuple):

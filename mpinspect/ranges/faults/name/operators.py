@@ -37,6 +37,9 @@ _IN_WORDS = {
     "addmm": "a linear layer",
     "bmm": "a batched matrix product",
     "_softmax": "softmax",
+    "linalg_inv_ex": "an inverse",
+    "linalg_cholesky_ex": "a Cholesky decomposition",
+    "_linalg_solve_ex": "the solution of a linear system",
     "rsub": "a difference",
     "sigmoid_backward": "the gradient of sigmoid",
     "tanh_backward": "the gradient of tanh",
@@ -46,6 +49,7 @@ _SIGNS = {"add": "+", "sub": "-", "rsub": "-", "mul": "*", "div": "/", **dict.fr
 #: The methods of a tensor that operators are, as code.
 _METHODS = {
     "linalg_vector_norm": "norm()",
+    "linalg_inv_ex": "inverse()",
     "pow": "pow(p)",
     **{name: f"{name}(dim)" for name in ("cumsum", "log_softmax", "logsumexp", "softmax")},
     **{name: f"{name}()" for name in ("exp", "exp2", "expm1", "log", "log10", "log1p", "log2", "reciprocal")},
