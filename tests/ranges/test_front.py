@@ -713,6 +713,48 @@ def test_a_marked_row_says_why_where_its_own_figures_do_not(browser: Any, tmp_pa
         assert sign in row.locator("td:visible").nth(place).get_attribute("title")
     assert "✕: infinities" in page.locator(".terms dt:text('signs of the map') + dd").text_content()
     # Figures that show the fault need no words.
+def test_a_culprits_row_names_the_steps_of_its_figures(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
+    why = page.locator(".explorer tr.marked .why")
+    assert why.text_content() == "first NaN, step 5 (shown: step 4)"
+    # In the step itself, and in the whole run, the figures show the fault.
+    page.locator(".explorer figure.steps input").press("ArrowRight")
+    assert page.text_content(".explorer figure.steps output") == "shown: step 5"
+    assert not why.is_visible()
+    page.click("text=show the whole run")
+    assert not why.is_visible()
+    assert page.troubles == []
+
+
+def test_the_controls_of_a_wide_page_have_one_line(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    parts = tuple(ModelPart(name, analyse(eventful())) for name in ("Generator", "Discriminator"))
+    page = opened(browser, RunReport("a.py", "ended", parts).save(tmp_path / "a.html"), viewport=SCREEN)
+    page.locator(".explorer input[type=range]").first.fill("12")
+    controls = page.locator(".explorer .controls >> nth=0")
+    for words in ("Model", "2 events", "back"):
+        assert words in controls.text_content()
+    assert controls.bounding_box()["height"] < 40
+    assert controls.evaluate("each => each.scrollWidth <= each.clientWidth")
+    assert page.troubles == []
+
+
+def test_an_overflow_is_no_redder_than_the_verdict(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    for session, tone in ((broken(), "error"), (replace(broken(nan_from=99), events=()), "warning")):
+        page = opened(browser, of_run(session).save(tmp_path / "a.html"), "#scale=40", viewport=SCREEN)
+        cells = page.locator(".explorer tbody td.overflow")
+        assert {each.get_attribute("class") for each in cells.all()} == {f"overflow {tone} "}
+        assert page.troubles == []
+
+
+def test_a_step_that_did_not_end_is_named_beside_those_that_did(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    for step, words in ((5, "10 steps, 0 to 9"), (10, "10 steps, 0 to 9; step 10 unfinished")):
+        ended = replace(broken(step), progress=replace(broken(step).progress, ended=True))
+        page = opened(browser, of_run(ended).save(tmp_path / "a.html"), viewport=SCREEN)
+        assert page.text_content(".explorer figure.steps b") == words
+        assert "10 steps" in page.text_content(".bar .facts")
+        assert page.troubles == []
+
+
     page.select_option(".explorer select >> nth=1", "float8_e4m3")
     assert not row.locator(".why").is_visible()
     assert "%" in row.locator("td:visible").nth(1).text_content()

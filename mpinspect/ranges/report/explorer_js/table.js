@@ -76,7 +76,7 @@ export class Table {
 
   /** The cells of a layer, each with its tone. @param {any} layer @param {any} found its figures @returns {[string, string][]} */
   cellsOf(layer, found) {
-    return [...figureCells(found, this.view.toneOf(layer), this.view.lossOf(layer), this.view.hiddenIn(layer, found) > 0), ...this.lostCells(layer), ...this.noteCells(layer)];
+    return [...figureCells(found, this.view.tone, this.view.toneOf(layer), this.view.lossOf(layer), this.view.hiddenIn(layer, found) > 0), ...this.lostCells(layer), ...this.noteCells(layer)];
   }
 
   /** @param {import("./columns.js").ColumnOf} column */

@@ -128,8 +128,12 @@ export class View {
   /** The tone of a layer's infinities and NaNs: "dim" where they follow from those of a culprit elsewhere, or ask for no change. @param {any} layer */
   toneOf(layer) {
     const { said, grave } = this.data.opening;
-    if (!this.isMarked(layer) && (said || !grave)) return "dim";
-    return grave ? "error" : "warning";
+    return !this.isMarked(layer) && (said || !grave) ? "dim" : this.tone;
+  }
+
+  /** The tone of the run's gravest finding: a map is never redder than its verdict. */
+  get tone() {
+    return this.data.opening.grave ? "error" : "warning";
   }
 
   /** @param {any} layer */
