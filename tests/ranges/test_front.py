@@ -676,7 +676,7 @@ def test_a_culprit_that_was_not_counted_has_the_only_coloured_row(browser: Any, 
     names = [row.locator("th").text_content() for row in rows.all()]
     assert names == ["embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1", "blocks.1.fc1", "blocks.1.fc2", "head"]
     (culprit,) = page.locator(".explorer tr.marked").all()
-    assert culprit.text_content() == "blocks.1first NaN"
+    assert culprit.text_content() == "blocks.1first NaN, step 5 (shown: step 4)"
     # No values stand in for those that were not counted.
     assert culprit.locator("canvas").count() == 0
     assert [row.get_attribute("data-name") for row in page.locator(".explorer tr.near").all()] == names[4:6]
@@ -755,6 +755,18 @@ def test_a_step_that_did_not_end_is_named_beside_those_that_did(browser: Any, tm
         assert page.troubles == []
 
 
+def test_a_marked_row_says_why_where_its_own_figures_do_not(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = opened(browser, found_in("blocks.0.fc2").save(tmp_path / "a.html"), viewport=SCREEN)
+    (row,) = page.locator(".explorer tr.marked").all()
+    words, *figures = row.locator("td:visible").all_text_contents()
+    assert (words, figures[:3]) == ("clip-before-unscale, step 3", ["0%", "0%", "none"])
+    assert row.locator(".why").is_visible()
+    assert page.locator(".explorer tr:not(.marked) .why:visible").count() == 0
+    # The signs have a meaning on hover, and one in the list of terms.
+    for place, sign in ((0, "Hatched on the left"), (1, "round to zero"), (2, "- with infinities"), (3, "✕")):
+        assert sign in row.locator("td:visible").nth(place).get_attribute("title")
+    assert "✕: infinities" in page.locator(".terms dt:text('signs of the map') + dd").text_content()
+    # Figures that show the fault need no words.
     page.select_option(".explorer select >> nth=1", "float8_e4m3")
     assert not row.locator(".why").is_visible()
     assert "%" in row.locator("td:visible").nth(1).text_content()
@@ -806,7 +818,7 @@ def test_a_fault_outside_of_the_layers_leaves_all_rows_pale(browser: Any, tmp_pa
     assert page.locator(".explorer tbody canvas").first.evaluate(faded) < 1
     assert in_layer.locator(".explorer tbody canvas").first.evaluate(faded) == 1
     assert covered(page) >= 0.6
-    assert page.locator(".explorer tr.culprit").text_content() == "no single layerclip-before-unscale"
+    assert page.locator(".explorer tr.culprit").text_content() == "no single layerclip-before-unscale, step 3"
     assert page.troubles == in_layer.troubles == []
 
 
@@ -1043,7 +1055,7 @@ def test_the_first_screen_names_the_operator_once_and_the_phase_at_the_row(brows
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
     assert page.text_content(".panel > p >> nth=0") == "Overflow in mul: in 'blocks.1.fc1', train.py:9"
     assert page.text_content(".panel .alarm") == "step 5, forward, first NaN"
-    assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul"
+    assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul, step 5 (shown: step 4)"
     assert page.text_content(".explorer .opening").startswith(
         "Activations were not counted: these are activation gradients. Shown: step 4, "
     )
@@ -1179,7 +1191,7 @@ def test_the_culprit_of_the_one_broken_run_is_marked_in_a_comparison(browser: An
         page.wait_for_selector(".compared tbody tr.near")
         assert page.locator(".compared tr.near th button").first.get_attribute("title") == "blocks.1.fc1"
         (culprit,) = page.locator(".compared tr.culprit").all()
-        assert culprit.text_content() == f"blocks.1.fc1{name}: first NaN"
+        assert culprit.text_content() == f"blocks.1.fc1{name}: first NaN, step 5"
 
 
 def test_severities_differ_in_shape_and_luminance_not_in_hue_alone(browser: Any, tmp_path: Path) -> None:  # noqa: F811

@@ -3,6 +3,7 @@
 // @ts-check
 
 import { keep, wanted } from "./address.js";
+import { whyMarked } from "./culprit.js";
 import { element, entry, isNarrow } from "./dom.js";
 import { clamp, nonzero } from "./histogram.js";
 import { BESIDE, LETTER, letters } from "./layout.js";
@@ -163,11 +164,11 @@ export class Comparison {
 
   /** A row that says what went wrong in one of the runs, and where; none if nothing did. */
   culpritRows() {
-    const { name, marked, said, at } = this.opening;
+    const { name, marked, said } = this.opening;
     if (!said) return [];
     const place = name || this.views[0].layers.find((/** @type {any} */ each) => each.name === marked[0])?.label || marked[0];
     return [element("tr", { className: "marked culprit", style: `--row:${CULPRIT}px` }, element("th", { scope: "row", className: "left", title: place }, this.nameIn(place)),
-      element("td", { className: "words", colSpan: 5, title: at }, `${this.broken}: ${said}`))];
+      element("td", { className: "words", colSpan: 5 }, `${this.broken}: ${whyMarked(this.views["AB".indexOf(this.broken)])}`))];
   }
 
   /** A name, or its end. @param {string} name */

@@ -114,12 +114,6 @@ export class View {
     return !kind && !name && !grave;
   }
 
-  /** Why the culprit's row is marked: the phase, the line and the operator where they are known. */
-  get why() {
-    const { at, phase, said } = this.data.opening;
-    return at ? [phase, at].filter(Boolean).join(", ") : said;
-  }
-
   /** Whether something is to blame, but neither a layer nor the loss scale. */
   get isElsewhere() {
     return this.data.opening.elsewhere && this.lastStep > 0;
