@@ -544,7 +544,9 @@ def test_a_page_on_two_runs_begins_with_the_changes():
     assert "They part at step 5" in part(page, "header", "bar")
     assert "They part at step 5: " in part(page, "section", "panel")
     same = replace(broken(nan_from=99), events=())
+    assert "Both runs are healthy." in part(page, "section", "panel")
     assert "No difference" in part(render(diff(same, same), ".html"), "header", "bar")
+    assert "Both runs are healthy." not in part(render(diff(same, broken()), ".html"), "section", "panel")
     assert "Only B is broken" in part(render(diff(same, broken()), ".html"), "header", "bar")
     equal = diff(same, same)
     ranges = equal.models[0].ranges
@@ -564,6 +566,10 @@ def test_both_maps_and_their_difference_share_an_axis(width: int, axe: str, brow
     rows = page.locator(".compared tbody tr")
     page.wait_for_selector(".compared tbody tr")
     assert {each.get_attribute("title") for each in rows.locator("th button").all()} == {"blocks.0.fc1", "head"}
+    # The headline's tensor is the first.
+    assert rows.first.get_attribute("class") == "moved marked"
+    assert rows.first.locator("th button").get_attribute("title") == two_runs().models[0].ranges.moved.name
+    assert page.locator(".compared tr.marked").count() == 1
     assert "4 tensors that did not move are hidden" in page.text_content(".explorer .said")
     assert rows.first.locator("canvas").count() == 3
     # Up at the powers of two where B has more, eight below those where A has.
@@ -586,8 +592,14 @@ def test_both_maps_and_their_difference_share_an_axis(width: int, axe: str, brow
     steps.fill("2")
     assert page.text_content(".explorer output") == "step 2"
     assert rows.first.locator("canvas").nth(2).evaluate("canvas => canvas.toDataURL()") != whole
-    steps.fill("-1")
+    page.click("text=show the whole run")
     assert page.text_content(".explorer output") == "the whole run"
+    assert page.is_hidden("text=show the whole run")
+    # The whole run is no place on the slider, which is full.
+    assert steps.evaluate("each => [each.value === each.max, each.className]") == [True, "whole"]
+    for key, shown_steps in (("ArrowRight", "step 0"), ("ArrowLeft", "the whole run")):
+        steps.press(key)
+        assert page.text_content(".explorer output") == shown_steps
     page.check(".explorer input[type=checkbox]")
     assert rows.count() == 6
     # A layer leads to its own view in B.
