@@ -11,7 +11,7 @@ import pytest
 import sessions
 import shape_records
 from agreeing_reports import analyse
-from test_explorer import SESSIONS, axe, browser, in_node, opened  # noqa: F401
+from test_explorer import SESSIONS, axe, browser, eventful, in_node, opened  # noqa: F401
 from test_opening import GRADIENT, broken
 
 from mpinspect.kernels.profile import read_trace
@@ -346,13 +346,13 @@ def test_of_a_folded_group_the_culprit_alone_is_unfolded(browser: Any, tmp_path:
 
 def test_a_finding_shows_its_rows_and_the_way_back(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
-    assert page.is_hidden("text=back to where it began")
+    assert page.is_hidden("[title='back to where it began']")
     page.click(".panel .finding[data-step] summary")
     assert page.get_attribute(".explorer tr.chosen", "data-name") == "blocks.1.fc1"
     assert "step 5" in page.text_content(".explorer .said")
     # The verdict stays in sight.
     assert page.is_hidden(".explorer .detail")
-    page.click("text=back to where it began")
+    page.click("[title='back to where it began']")
     assert page.locator(".explorer tr.chosen").count() == 0
     assert "step 4" in page.text_content(".explorer .opening")
     assert page.troubles == []
@@ -713,18 +713,6 @@ def found_in(layer: str, step: int | None = 3, id: str = "clip-before-unscale") 
     return RunReport("a.py", "ended", (ModelPart("N", ranges),))
 
 
-def test_a_marked_row_says_why_where_its_own_figures_do_not(browser: Any, tmp_path: Path) -> None:  # noqa: F811
-    page = opened(browser, found_in("blocks.0.fc2").save(tmp_path / "a.html"), viewport=SCREEN)
-    (row,) = page.locator(".explorer tr.marked").all()
-    words, *figures = row.locator("td:visible").all_text_contents()
-    assert (words, figures[:3]) == ("clip-before-unscale", ["0%", "0%", "none"])
-    assert row.locator(".why").is_visible()
-    assert page.locator(".explorer tr:not(.marked) .why:visible").count() == 0
-    # The signs have a meaning on hover, and one in the list of terms.
-    for place, sign in ((0, "Hatched on the left"), (1, "round to zero"), (2, "- with infinities"), (3, "✕")):
-        assert sign in row.locator("td:visible").nth(place).get_attribute("title")
-    assert "✕: infinities" in page.locator(".terms dt:text('signs of the map') + dd").text_content()
-    # Figures that show the fault need no words.
 def test_a_culprits_row_names_the_steps_of_its_figures(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
     why = page.locator(".explorer tr.marked .why")
