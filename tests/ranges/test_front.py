@@ -759,7 +759,7 @@ def test_a_marked_row_says_why_where_its_own_figures_do_not(browser: Any, tmp_pa
     page = opened(browser, found_in("blocks.0.fc2").save(tmp_path / "a.html"), viewport=SCREEN)
     (row,) = page.locator(".explorer tr.marked").all()
     words, *figures = row.locator("td:visible").all_text_contents()
-    assert (words, figures[:3]) == ("clip-before-unscale, step 3", ["0%", "0%", "none"])
+    assert (words, figures[:3]) == ("Clip before unscale, step 3", ["0%", "0%", "none"])
     assert row.locator(".why").is_visible()
     assert page.locator(".explorer tr:not(.marked) .why:visible").count() == 0
     # The signs have a meaning on hover, and one in the list of terms.
@@ -818,7 +818,7 @@ def test_a_fault_outside_of_the_layers_leaves_all_rows_pale(browser: Any, tmp_pa
     assert page.locator(".explorer tbody canvas").first.evaluate(faded) < 1
     assert in_layer.locator(".explorer tbody canvas").first.evaluate(faded) == 1
     assert covered(page) >= 0.6
-    assert page.locator(".explorer tr.culprit").text_content() == "no single layerclip-before-unscale, step 3"
+    assert page.locator(".explorer tr.culprit").text_content() == "no single layerClip before unscale, step 3"
     assert page.troubles == in_layer.troubles == []
 
 
