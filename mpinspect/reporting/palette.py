@@ -39,7 +39,7 @@ PALETTE = {
     "fill": Colour("#2f6fb5", "#4f93e0"),
     "flushed": Colour("#e09c00", "#f5bd4a"),
     "subnormal": Colour("#a8b0b9", "#5d6771"),
-    "overflow": Colour("#7d1468", "#ffb0ea"),
+    "overflow": Colour("#4c1d95", "#d6bcff"),
     # Kinds of tensor, by name.
     "weight_gradient": _same("#0072b2"),
     "activation_gradient": _same("#d55e00"),

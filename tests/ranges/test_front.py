@@ -11,7 +11,7 @@ import pytest
 import sessions
 import shape_records
 from agreeing_reports import analyse
-from test_explorer import SESSIONS, axe, browser, in_node, opened  # noqa: F401
+from test_explorer import SESSIONS, axe, browser, eventful, in_node, opened  # noqa: F401
 from test_opening import GRADIENT, broken
 
 from mpinspect.kernels.profile import read_trace
@@ -346,13 +346,13 @@ def test_of_a_folded_group_the_culprit_alone_is_unfolded(browser: Any, tmp_path:
 
 def test_a_finding_shows_its_rows_and_the_way_back(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
-    assert page.is_hidden("text=back to where it began")
+    assert page.is_hidden("[title='back to where it began']")
     page.click(".panel .finding[data-step] summary")
     assert page.get_attribute(".explorer tr.chosen", "data-name") == "blocks.1.fc1"
     assert "step 5" in page.text_content(".explorer .said")
     # The verdict stays in sight.
     assert page.is_hidden(".explorer .detail")
-    page.click("text=back to where it began")
+    page.click("[title='back to where it began']")
     assert page.locator(".explorer tr.chosen").count() == 0
     assert "step 4" in page.text_content(".explorer .opening")
     assert page.troubles == []
@@ -544,7 +544,9 @@ def test_a_page_on_two_runs_begins_with_the_changes():
     assert "They part at step 5" in part(page, "header", "bar")
     assert "They part at step 5: " in part(page, "section", "panel")
     same = replace(broken(nan_from=99), events=())
+    assert "Both runs are healthy." in part(page, "section", "panel")
     assert "No difference" in part(render(diff(same, same), ".html"), "header", "bar")
+    assert "Both runs are healthy." not in part(render(diff(same, broken()), ".html"), "section", "panel")
     assert "Only B is broken" in part(render(diff(same, broken()), ".html"), "header", "bar")
     equal = diff(same, same)
     ranges = equal.models[0].ranges
@@ -564,6 +566,10 @@ def test_both_maps_and_their_difference_share_an_axis(width: int, axe: str, brow
     rows = page.locator(".compared tbody tr")
     page.wait_for_selector(".compared tbody tr")
     assert {each.get_attribute("title") for each in rows.locator("th button").all()} == {"blocks.0.fc1", "head"}
+    # The headline's tensor is the first.
+    assert rows.first.get_attribute("class") == "moved marked"
+    assert rows.first.locator("th button").get_attribute("title") == two_runs().models[0].ranges.moved.name
+    assert page.locator(".compared tr.marked").count() == 1
     assert "4 tensors that did not move are hidden" in page.text_content(".explorer .said")
     assert rows.first.locator("canvas").count() == 3
     # Up at the powers of two where B has more, eight below those where A has.
@@ -586,8 +592,14 @@ def test_both_maps_and_their_difference_share_an_axis(width: int, axe: str, brow
     steps.fill("2")
     assert page.text_content(".explorer output") == "step 2"
     assert rows.first.locator("canvas").nth(2).evaluate("canvas => canvas.toDataURL()") != whole
-    steps.fill("-1")
+    page.click("text=show the whole run")
     assert page.text_content(".explorer output") == "the whole run"
+    assert page.is_hidden("text=show the whole run")
+    # The whole run is no place on the slider, which is full.
+    assert steps.evaluate("each => [each.value === each.max, each.className]") == [True, "whole"]
+    for key, shown_steps in (("ArrowRight", "step 0"), ("ArrowLeft", "the whole run")):
+        steps.press(key)
+        assert page.text_content(".explorer output") == shown_steps
     page.check(".explorer input[type=checkbox]")
     assert rows.count() == 6
     # A layer leads to its own view in B.
@@ -676,7 +688,7 @@ def test_a_culprit_that_was_not_counted_has_the_only_coloured_row(browser: Any, 
     names = [row.locator("th").text_content() for row in rows.all()]
     assert names == ["embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1", "blocks.1.fc1", "blocks.1.fc2", "head"]
     (culprit,) = page.locator(".explorer tr.marked").all()
-    assert culprit.text_content() == "blocks.1first NaN"
+    assert culprit.text_content() == "blocks.1first NaN, step 5 (shown: step 4)"
     # No values stand in for those that were not counted.
     assert culprit.locator("canvas").count() == 0
     assert [row.get_attribute("data-name") for row in page.locator(".explorer tr.near").all()] == names[4:6]
@@ -701,11 +713,53 @@ def found_in(layer: str, step: int | None = 3, id: str = "clip-before-unscale") 
     return RunReport("a.py", "ended", (ModelPart("N", ranges),))
 
 
+def test_a_culprits_row_names_the_steps_of_its_figures(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
+    why = page.locator(".explorer tr.marked .why")
+    assert why.text_content() == "first NaN, step 5 (shown: step 4)"
+    # In the step itself, and in the whole run, the figures show the fault.
+    page.locator(".explorer figure.steps input").press("ArrowRight")
+    assert page.text_content(".explorer figure.steps output") == "shown: step 5"
+    assert not why.is_visible()
+    page.click("text=show the whole run")
+    assert not why.is_visible()
+    assert page.troubles == []
+
+
+def test_the_controls_of_a_wide_page_have_one_line(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    parts = tuple(ModelPart(name, analyse(eventful())) for name in ("Generator", "Discriminator"))
+    page = opened(browser, RunReport("a.py", "ended", parts).save(tmp_path / "a.html"), viewport=SCREEN)
+    page.locator(".explorer input[type=range]").first.fill("12")
+    controls = page.locator(".explorer .controls >> nth=0")
+    for words in ("Model", "2 events", "back"):
+        assert words in controls.text_content()
+    assert controls.bounding_box()["height"] < 40
+    assert controls.evaluate("each => each.scrollWidth <= each.clientWidth")
+    assert page.troubles == []
+
+
+def test_an_overflow_is_no_redder_than_the_verdict(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    for session, tone in ((broken(), "error"), (replace(broken(nan_from=99), events=()), "warning")):
+        page = opened(browser, of_run(session).save(tmp_path / "a.html"), "#scale=40", viewport=SCREEN)
+        cells = page.locator(".explorer tbody td.overflow")
+        assert {each.get_attribute("class") for each in cells.all()} == {f"overflow {tone} "}
+        assert page.troubles == []
+
+
+def test_a_step_that_did_not_end_is_named_beside_those_that_did(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    for step, words in ((5, "10 steps, 0 to 9"), (10, "10 steps, 0 to 9; step 10 unfinished")):
+        ended = replace(broken(step), progress=replace(broken(step).progress, ended=True))
+        page = opened(browser, of_run(ended).save(tmp_path / "a.html"), viewport=SCREEN)
+        assert page.text_content(".explorer figure.steps b") == words
+        assert "10 steps" in page.text_content(".bar .facts")
+        assert page.troubles == []
+
+
 def test_a_marked_row_says_why_where_its_own_figures_do_not(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, found_in("blocks.0.fc2").save(tmp_path / "a.html"), viewport=SCREEN)
     (row,) = page.locator(".explorer tr.marked").all()
     words, *figures = row.locator("td:visible").all_text_contents()
-    assert (words, figures[:3]) == ("clip-before-unscale", ["0%", "0%", "none"])
+    assert (words, figures[:3]) == ("Clip before unscale, step 3", ["0%", "0%", "none"])
     assert row.locator(".why").is_visible()
     assert page.locator(".explorer tr:not(.marked) .why:visible").count() == 0
     # The signs have a meaning on hover, and one in the list of terms.
@@ -764,7 +818,7 @@ def test_a_fault_outside_of_the_layers_leaves_all_rows_pale(browser: Any, tmp_pa
     assert page.locator(".explorer tbody canvas").first.evaluate(faded) < 1
     assert in_layer.locator(".explorer tbody canvas").first.evaluate(faded) == 1
     assert covered(page) >= 0.6
-    assert page.locator(".explorer tr.culprit").text_content() == "no single layerclip-before-unscale"
+    assert page.locator(".explorer tr.culprit").text_content() == "no single layerClip before unscale, step 3"
     assert page.troubles == in_layer.troubles == []
 
 
@@ -1001,7 +1055,7 @@ def test_the_first_screen_names_the_operator_once_and_the_phase_at_the_row(brows
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
     assert page.text_content(".panel > p >> nth=0") == "Overflow in mul: in 'blocks.1.fc1', train.py:9"
     assert page.text_content(".panel .alarm") == "step 5, forward, first NaN"
-    assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul"
+    assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul, step 5 (shown: step 4)"
     assert page.text_content(".explorer .opening").startswith(
         "Activations were not counted: these are activation gradients. Shown: step 4, "
     )
@@ -1137,7 +1191,7 @@ def test_the_culprit_of_the_one_broken_run_is_marked_in_a_comparison(browser: An
         page.wait_for_selector(".compared tbody tr.near")
         assert page.locator(".compared tr.near th button").first.get_attribute("title") == "blocks.1.fc1"
         (culprit,) = page.locator(".compared tr.culprit").all()
-        assert culprit.text_content() == f"blocks.1.fc1{name}: first NaN"
+        assert culprit.text_content() == f"blocks.1.fc1{name}: first NaN, step 5"
 
 
 def test_severities_differ_in_shape_and_luminance_not_in_hue_alone(browser: Any, tmp_path: Path) -> None:  # noqa: F811

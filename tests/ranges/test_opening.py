@@ -145,7 +145,7 @@ def test_a_finding_without_an_event_marks_its_layer_over_the_whole_run():
     finding = Finding("scale-too-low", "warning", "blocks.0.fc2", "It is.", {}, step=0)
     given = data(replace(report, findings=(finding,)))["opening"]
     assert (given["marked"], given["block"], given["scale"]) == (["blocks.0.fc2"], -1, 11)
-    assert (given["name"], given["said"], given["step"]) == ("", "scale-too-low", 0)
+    assert (given["name"], given["said"], given["step"]) == ("", "Scale too low", 0)
     assert given["words"] == ""
 
 
@@ -174,10 +174,10 @@ def test_a_fault_of_the_forward_opens_on_activations_or_says_that_they_are_missi
         given = data(replace(report, findings=(finding,)))["opening"]
         assert (given["kind"], given["marked"], given["words"]) == (kind, ["blocks.0.fc2"], words)
         assert (given["phase"], given["at"]) == ("forward", "train.py:9: sum")
-        assert given["said"] == "sum-loses-terms"
+        assert given["said"] == "Sum loses terms"
         # Code outside of modules has a row of its own.
         given = data(replace(report, findings=(replace(finding, layer=""),)))["opening"]
-        assert (given["name"], given["phase"], given["at"]) == ("train.py:9", "", "sum: sum-loses-terms")
+        assert (given["name"], given["phase"], given["at"]) == ("train.py:9", "", "sum: Sum loses terms")
 
 
 def test_of_an_event_and_a_finding_in_another_step_the_finding_is_marked():
@@ -197,14 +197,14 @@ def test_a_finding_without_a_layer_says_that_no_single_layer_is_to_blame():
     finding = Finding("clip-before-unscale", "warning", "", "It is.", {}, step=3)
     given = data(replace(report, findings=(finding,)))["opening"]
     assert (given["kind"], given["marked"], given["near"]) == ("", [], [])
-    assert (given["name"], given["said"]) == ("no single layer", "clip-before-unscale")
+    assert (given["name"], given["said"]) == ("no single layer", "Clip before unscale")
     assert (given["words"], given["curve"]) == ("The ranges do not show this fault.", False)
     # The curve shows a fault of the loss scale.
     given = data(replace(report, findings=(replace(finding, id="scale-too-low"),)))["opening"]
     assert (given["words"], given["curve"]) == ("", True)
     at_line = replace(finding, evidence={"line": "train.py:9"})
     given = data(replace(report, findings=(at_line,)))["opening"]
-    assert (given["name"], given["said"]) == ("train.py:9", "clip-before-unscale")
+    assert (given["name"], given["said"]) == ("train.py:9", "Clip before unscale")
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,14 @@ def test_a_script_that_failed_after_its_record_had_ended_is_not_called_healthy(s
     assert ("Healthy" in str(report)) is (opening == "Healthy")
 
 
+def test_a_page_on_healthy_models_begins_with_one_headline_for_all():
+    parts = tuple(ModelPart(name, analyse(_healthy_session(6))) for name in ("Actor", "Critic"))
+    page = render(RunReport("train.py", "ended", parts), ".html")
+    panel = page[page.index('class="panel"') : page.index("</section>")]
+    assert re.findall(r'<p class="good">(.*?)</p>', panel) == ["Actor, Critic: Healthy: the precision needs no change."]
+    assert "<p>Actor, Critic: To train in 16 bits, " in panel
+
+
 def test_harmful_events_precede_a_scalers_probing_and_harmless_masks():
     assert gravest([PROBING, MASK, INF]) is INF
     assert gravest([PROBING, MASK]) is None

@@ -298,9 +298,11 @@ def maps(diffs: Sequence[tuple[str, RangeDiff]]) -> Iterator[Widget]:
     shown: list[Mapped] = []
     for name, diff in diffs:
         lead = filled("{}: ", name)
+        first = diff.moved and (diff.moved.name, diff.moved.kind)
+        # The headline's tensor is first.
         changes = tuple(
             (each.kind, each.name, each.elsewhere_fraction, each.moved_from and each.moved_from[0])
-            for each in diff.layers
+            for each in sorted(diff.layers, key=lambda each: (each.name, each.kind) != first)
         )
         # The page takes the maps in pairs.
         if len(diffs) == 1 or (has_map(diff.first) and has_map(diff.second)):

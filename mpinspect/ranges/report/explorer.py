@@ -74,7 +74,7 @@ class Mapped(NamedTuple):
     name: str
     report: RangeReport
     notes: ModuleNotes = NO_NOTES
-    #: In a comparison with another run, how its tensors changed, the most moved first.
+    #: In a comparison with another run, how its tensors changed: the one that moved first, then the most moved.
     changes: Changes = ()
 
 

@@ -76,16 +76,23 @@ def verdict_of(report: RangeReport) -> Iterator[Block]:
     The verdict's pointer to the findings is left out, since a front shows them below.
     """
     verdict = report.verdict
-    first, *more = verdict.sentences or ("",)
-    # On a healthy run the next thing to do is no part of the headline.
-    first, *following = _SENTENCE.split(first, maxsplit=1) if verdict.healthy else [first]
+    first, following = first_and_next(verdict)
     tone: Tone = "strong" if verdict.healthy is None else state_of(report)[1]
     has_headline = began(report).headline or report.session.ended_by
-    reason = nonempty(Line(first, "lead" if has_headline else tone), *map(Line, [*following, *more]))
+    reason = nonempty(Line(first, "lead" if has_headline else tone), *map(Line, [following, *verdict.sentences[1:]]))
     yield from nonempty(Line(verdict.ended, "error"))
     change = change_blocks(verdict, code_first=True)
     yield from (*change, *reason) if has_headline else (*reason, *change)
     yield from nonempty(Line(verdict.precision, "dim"))
+
+
+def first_and_next(verdict: Verdict) -> tuple[str, str]:
+    """Return a verdict's headline, and the next thing to do on a healthy run; each "" without one."""
+    first = "".join(verdict.sentences[:1])
+    if not verdict.healthy:
+        return first, ""
+    first, *following = _SENTENCE.split(first, maxsplit=1)
+    return first, "".join(following)
 
 
 def change_blocks(verdict: Verdict, where: str = "", *, code_first: bool = False) -> tuple[Block, ...]:

@@ -15,7 +15,7 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import depends_on_scale, part_of, shows_in_ranges, what_broke
 from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, WEIGHT, WEIGHT_GRADIENT, kind_named
-from mpinspect.ranges.report.place import code_of, is_of, line_of, phase_of
+from mpinspect.ranges.report.place import code_of, heading, is_of, line_of, phase_of
 from mpinspect.ranges.session import LOSSES, Event, Session
 from mpinspect.ranges.windows.window import Window, coarsen
 from mpinspect.reporting.finding import Finding
@@ -198,12 +198,12 @@ def _culprit(
         return _of_event(event, finding, layers, watched)
     if finding is None:
         return _NOBODY
-    said = finding.id
+    said = heading(finding)
     is_in_ranges, phase = shows_in_ranges(finding), phase_of(finding)
     if not finding.layer:
         name = line_of(finding) or part_of(finding) or "no single layer"
         operator = code_of(finding).removeprefix(line_of(finding)).removeprefix(": ")
-        return Culprit("", (), (), name, said, operator and f"{operator}: {finding.id}", step=finding.step)
+        return Culprit("", (), (), name, said, operator and f"{operator}: {said}", step=finding.step)
     found = _in_module(finding.layer, said, finding.step, layers, watched)
     if is_in_ranges:
         return found

@@ -119,7 +119,9 @@ def _front(report: DiffReport) -> Front:
         others += _changes_of_a_step(report)
     # A finding's whole message is too long for a headline.
     is_short = len(first) <= _LONGEST
+    are_healthy = all(run.verdict.healthy for model in models for run in (model.ranges.first, model.ranges.second))
     said = (
+        *lines("Both runs are healthy." * are_healthy),
         *lines(*([] if is_short or broken else [first]), *others, tone="lead"),
         *(Line(f"{model.name}: {headline(model.ranges)}") for model in models[1 : _MODELS.terminal]),
     )

@@ -12,7 +12,7 @@ from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.report.document import TERMS, title, verdict_blocks
 from mpinspect.ranges.report.explorer import Mapped, picture
-from mpinspect.ranges.report.front import NO_MAP, change_blocks, facts, listed, merged, verdict_of
+from mpinspect.ranges.report.front import NO_MAP, change_blocks, facts, first_and_next, listed, merged, verdict_of
 from mpinspect.ranges.report.front import state_of as ranges_state
 from mpinspect.ranges.report.place import Began, began
 from mpinspect.ranges.report.scale_line import scale_in_brief, steps_and_samples
@@ -244,11 +244,14 @@ def _panel(report: RunReport) -> Iterator[Block]:
 
 def _verdict_of_several(gravest: list[ModelPart]) -> Iterator[Block]:
     """Yield the change of the worst model, the models' verdicts, and below them the models' precisions."""
-    tone: Tone = "good" if all(part.ranges.verdict.healthy for part in gravest) else "lead"
     yield from _change(gravest, code_first=True)
-    yield from lines(*_openings(gravest), tone=tone)
-    if tone == "good":
+    if all(part.ranges.verdict.healthy for part in gravest):
+        said = [(part.name, *first_and_next(part.ranges.verdict)) for part in gravest]
+        yield from lines(*_by_model((name, first) for name, first, _ in said), tone="good")
+        yield from lines(*_by_model((name, following) for name, _, following in said))
         yield from lines(*_by_model((part.name, part.ranges.verdict.sentences[1]) for part in gravest))
+    else:
+        yield from lines(*_openings(gravest), tone="lead")
     yield from lines(*_precisions(gravest), tone="dim")
 
 

@@ -31,8 +31,8 @@ export function columnsOf({ storages, data }) {
   return [...COLUMNS, ...lost, ...notes];
 }
 
-/** The cells of what the format does to a layer, each with its tone. @param {any} found @param {string} broken the tone of infinities and NaNs @param {number} lost the share flushed @param {boolean} isBound whether it is a bound @returns {[string, string][]} */
-export function figureCells(found, broken, lost, isBound) {
+/** The cells of what the format does to a layer, each with its tone. @param {any} found @param {string} over the tone of an overflow @param {string} broken that of infinities and NaNs @param {number} lost the share flushed @param {boolean} isBound whether it is a bound @returns {[string, string][]} */
+export function figureCells(found, over, broken, lost, isBound) {
   const unknown = /** @type {[string, string]} */ (["-", ""]);
   if (!found) return Array(5).fill(unknown);
   const { h, all, low, high } = found;
@@ -43,7 +43,7 @@ export function figureCells(found, broken, lost, isBound) {
     [`${isBound ? "≤" : ""}${percent(lost)}`, lost > 0.01 ? "warning" : ""],
     [percent(share(found.subnormal, all)), ""],
     // No overflow among the finite values would pass for health: the infinities are in the next column.
-    [!high && h.infs ? "-" : low === high ? percent(share(high, all)) : `${percent(share(low, all))}..${percent(share(high, all))}`, high ? "error" : ""],
+    [!high && h.infs ? "-" : low === high ? percent(share(high, all)) : `${percent(share(low, all))}..${percent(share(high, all))}`, high ? over : ""],
     marks,
     [power(h.min + h.counts.length - 1), ""],
   ];

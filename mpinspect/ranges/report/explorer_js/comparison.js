@@ -3,10 +3,12 @@
 // @ts-check
 
 import { keep, wanted } from "./address.js";
+import { whyMarked } from "./culprit.js";
 import { element, entry, isNarrow } from "./dom.js";
 import { clamp, nonzero } from "./histogram.js";
 import { BESIDE, LETTER, letters } from "./layout.js";
 import { Painter } from "./painter.js";
+import { blockAfter, fillWhole } from "./scrubber.js";
 import { View } from "./view.js";
 import { numberOf, percent, shortened, STRIP, wrapping } from "./words.js";
 
@@ -41,15 +43,18 @@ export class Comparison {
     const kinds = second.kinds.filter((/** @type {any} */ kind) => first.kinds.some((/** @type {any} */ other) => other.name === kind.name));
     const asked = wanted(data[1], "kind");
     const moved = data[1].changes.find((/** @type {any} */ [,,, from]) => from !== null);
-    const opens = [asked, moved?.[0], second.data.opening.kind, kinds[0]?.name].find((name) => kinds.some((/** @type {any} */ kind) => kind.name === name));
+    /** The tensor that moved first, which the headline names unless a run broke. */
+    this.first = this.opening.said ? null : moved;
+    const opens = [asked, this.opening.said && this.opening.kind, moved?.[0], kinds[0]?.name].find((name) => kinds.some((/** @type {any} */ kind) => kind.name === name));
     for (const view of this.views) Object.assign(view.state, { kind: opens, scale: view.data.own, block: -1, layer: null, isOwn: false });
     this.kind = element("select", {}, ...kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, `${each.title} (${this.movedOf(each.name)} moved)`)));
     /** Whether the runs compute in two formats, so that each can be drawn in its own. */
     this.differ = this.views.every((view) => view.formatNamed(view.data.computes)) && first.data.computes !== second.data.computes;
     this.format = element("select", { className: this.differ ? "pair" : "narrow" }, ...(this.differ ? [element("option", { value: OWN }, this.views.map((view) => view.formatNamed(view.data.computes).label).join(", "))] : []), ...second.data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
     this.all = element("input", { type: "checkbox" });
-    this.block = element("input", { type: "range", "aria-label": "Steps", min: -1, max: data[1].blocks.length - 1, step: 1, value: -1 });
+    this.block = element("input", { type: "range", "aria-label": "Steps", min: 0, max: data[1].blocks.length - 1, step: 1 });
     this.steps = element("output", {});
+    this.whole = element("button", { type: "button" }, "show the whole run");
     this.said = element("p", { className: "said", role: "status", "aria-live": "polite" });
     this.axes = ["A", "B", "difference"].map((words) => element("canvas", { "aria-hidden": "true", className: words }));
     this.titles = ["A", "B", "B minus A"].map((words) => element("b", {}, words));
@@ -72,8 +77,8 @@ export class Comparison {
     const heads = this.titles.map((title, place) => element("th", { scope: "col", className: "map" }, title, this.axes[place]));
     this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
       element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "moved"), element("th", { scope: "col", title: "the first step in which it moved beyond its normal variation" }, "from step"))), this.body));
-    this.root.replaceChildren(element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [this.block, this.steps] : [])), this.said, this.rows,
-      this.legend = element("p", { className: "legend" }, entry("A and B: the stronger the colour, the larger the share; the format's edges at each run's own loss scale."), entry(STRIP), entry("B minus A: up where B has more, down where A has."), entry("moved: the share of elements in other powers of two.")));
+    this.root.replaceChildren(element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), label("unmoved too", this.all), ...(this.views[1].hasScrubber ? [this.block, this.steps, this.whole] : [])), this.said, this.rows,
+      this.legend = element("p", { className: "legend" }, entry("A and B: the stronger the colour, the larger the share; the format's edges at each run's own loss scale."), entry(STRIP), entry("B minus A: up where B has more, down where A has."), entry("moved: the share of elements in other powers of two, a mean over the steps.")));
     this.root.classList.add("explorer");
     this.root.classList.toggle("mild", !this.opening.grave);
     this.kind.addEventListener("change", () => this.change({ kind: this.kind.value }));
@@ -82,7 +87,14 @@ export class Comparison {
       this.change({});
     });
     this.all.addEventListener("change", () => this.draw());
-    this.block.addEventListener("input", () => this.draw());
+    this.block.addEventListener("input", () => this.take(Number(this.block.value)));
+    this.whole.addEventListener("click", () => this.take(-1));
+    this.block.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
+      const block = blockAfter(event.key, this.views[1].state.block, this.views[1].data.blocks.length - 1);
+      if (block === null) return;
+      event.preventDefault();
+      this.take(block);
+    });
   }
 
   /** Chooses a format for both runs. @param {string} name OWN for the one in which each computes */
@@ -106,6 +118,15 @@ export class Comparison {
     const [first, second] = this.views;
     second.state.block = block;
     first.state.block = block < 0 ? -1 : first.blockAt(second.data.blocks[block].first);
+    this.draw();
+  }
+
+  /** Says which steps are shown. */
+  drawSteps() {
+    const { block } = this.views[1].state;
+    if (block >= 0) this.block.value = String(block);
+    fillWhole(this.block, block < 0);
+    this.whole.hidden = block < 0;
     const [one, other] = this.views.map((view) => view.stepsInWords);
     this.steps.textContent = one === other ? one : `${one} in A, ${other} in B`;
     this.block.setAttribute("aria-valuetext", this.steps.textContent);
@@ -133,7 +154,7 @@ export class Comparison {
     return this.culprits.has(second.name);
   }
 
-  /** The tensors of the kind shown: those of the culprit, then the most moved. @returns {Pair[]} */
+  /** The tensors of the kind shown: those of the culprit, or the one that moved first, then the most moved. @returns {Pair[]} */
   pairs() {
     const [first, second] = this.views;
     const { kind } = second.state;
@@ -148,7 +169,7 @@ export class Comparison {
     const wide = this.root.clientWidth;
     if (!wide) return;
     this.kind.value = this.views[1].state.kind ?? "";
-    this.take(Number(this.block.value));
+    this.drawSteps();
     const all = this.pairs();
     const moved = all.filter((pair) => pair.from !== null);
     const shown = this.all.checked || !moved.length ? all : moved;
@@ -163,11 +184,11 @@ export class Comparison {
 
   /** A row that says what went wrong in one of the runs, and where; none if nothing did. */
   culpritRows() {
-    const { name, marked, said, at } = this.opening;
+    const { name, marked, said } = this.opening;
     if (!said) return [];
     const place = name || this.views[0].layers.find((/** @type {any} */ each) => each.name === marked[0])?.label || marked[0];
     return [element("tr", { className: "marked culprit", style: `--row:${CULPRIT}px` }, element("th", { scope: "row", className: "left", title: place }, this.nameIn(place)),
-      element("td", { className: "words", colSpan: 5, title: at }, `${this.broken}: ${said}`))];
+      element("td", { className: "words", colSpan: 5 }, `${this.broken}: ${whyMarked(this.views["AB".indexOf(this.broken)])}`))];
   }
 
   /** A name, or its end. @param {string} name */
@@ -201,7 +222,8 @@ export class Comparison {
     this.painters[0].strip(canvases[0], first);
     this.painters[1].strip(canvases[1], second);
     this.painters[1].difference(canvases[2], difference.shares, most);
-    const classes = [from === null ? "" : "moved", this.isOfCulprit({ first, second, elsewhere, from }) ? "near" : ""];
+    const isFirst = this.first && this.first[0] === second.kind && this.first[1] === second.name;
+    const classes = [from === null ? "" : "moved", isFirst ? "marked" : this.isOfCulprit({ first, second, elsewhere, from }) ? "near" : ""];
     return element("tr", { className: classes.join(" ").trim() }, element("th", { scope: "row", className: "left" }, button), ...canvases.map((canvas) => element("td", { className: "map", title: STRIP }, canvas)),
       element("td", {}, percent(elsewhere)), element("td", {}, from === null ? "-" : String(from)));
   }

@@ -31,10 +31,10 @@ export class LayerMap {
     this.own = new LayerView(view, change);
     this.kind = element("select", {}, ...view.kinds.map((/** @type {any} */ each) => element("option", { value: each.name }, each.title)));
     this.format = element("select", { className: "narrow" }, ...data.formats.map((/** @type {any} */ each) => element("option", { value: each.name }, each.label)));
-    this.search = element("input", { type: "search", className: "narrow", placeholder: "layer", value: view.state.search });
+    this.search = element("input", { type: "search", className: "narrow", placeholder: "search", "aria-label": "Search a layer", value: view.state.search });
     this.said = element("p", { className: "said", role: "status", "aria-live": "polite" });
     this.opening = element("p", { className: "opening" }, element("bdi", {}, raised(data.opening.words)));
-    this.back = element("button", { type: "button" }, data.opening.kind ? "back to where it began" : "back to what was shown first");
+    this.back = element("button", { type: "button", title: data.opening.kind ? "back to where it began" : "back to what was shown first" }, "back");
     /** Pixels for a chart; 0 once the page's width, or what stands in it, has changed. Reading it costs a layout of the page. */
     this.wide = 0;
     /** Pixels for the curve and the rows of a map that fills a screen; 0 for others. */
@@ -54,7 +54,7 @@ export class LayerMap {
     const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", {}, element("span", {}, words), control);
     const help = element("details", { className: "help" }, element("summary", { title: "how to read the map" }, "?"), this.table.legend);
     const happened = eventList(this.view, (event) => this.chooseEvent(event));
-    this.head = element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), this.shares.controls, label("Search", this.search), happened, help, this.back);
+    this.head = element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), this.shares.controls, this.search, happened, help, this.back);
     this.told = element("div", { className: "told" }, this.opening, " ", this.said);
     // The sentences stand below the rows: the picture is seen first.
     this.root.replaceChildren(this.head, this.shares.element, this.table.element, this.told, this.timeline.element, this.own.element);

@@ -246,7 +246,7 @@ export class Shares {
   }
 
   /** @param {string} of @param {import("./curves.js").Curves} curves */
-  legendOf(of, { hasValues }) {
+  legendOf(of, { low, mass, hasValues }) {
     const { data, state } = this.view;
     const { format } = state;
     if (!hasValues) return [];
@@ -256,7 +256,9 @@ export class Shares {
     const curves = [key("flushes", `flushed, ${of}`, "share of the non-zero elements that round to zero"),
       key("weighs", "flushed, by magnitude", "share of the sum of their magnitudes, estimated: small elements are many and weigh little"),
       key("overflows", "overflowed", "share of the non-zero elements beyond the format's largest value")];
-    const window = safe && key("window", `safe window ${power(safe[0])} .. ${power(safe[1])}, by magnitude`, "loss scales at which nothing overflows, and at most 1% of the sum of magnitudes is flushed in every layer");
+    // The smallest of these scales loses most.
+    const [elements, magnitudes] = [low, mass].map((shares) => percent(shares[clamp(safe?.[0] ?? 0, ...SCALES) - SCALES[0]]));
+    const window = safe && key("window", `safe window ${power(safe[0])} .. ${power(safe[1])}: flushes up to ${elements} of the elements, ${magnitudes} of the magnitudes`, "loss scales at which nothing overflows, and at most 1% of the sum of magnitudes is flushed in every layer");
     const own = this.isOwnApart ? [key("own", `${data.collapsed ? "scale before it collapsed" : "last sampled scale"}, ${power(data.own)}`, "the run's loss scale")] : [];
     return [...curves, window ?? entry(none), ...own];
   }

@@ -2,6 +2,7 @@
 // @ts-check
 
 import { columnsOf, figureCells } from "./columns.js";
+import { shownInstead, whyMarked } from "./culprit.js";
 import { element, isNarrow } from "./dom.js";
 import { clamp } from "./histogram.js";
 import { BESIDE, letters } from "./layout.js";
@@ -76,7 +77,7 @@ export class Table {
 
   /** The cells of a layer, each with its tone. @param {any} layer @param {any} found its figures @returns {[string, string][]} */
   cellsOf(layer, found) {
-    return [...figureCells(found, this.view.toneOf(layer), this.view.lossOf(layer), this.view.hiddenIn(layer, found) > 0), ...this.lostCells(layer), ...this.noteCells(layer)];
+    return [...figureCells(found, this.view.tone, this.view.toneOf(layer), this.view.lossOf(layer), this.view.hiddenIn(layer, found) > 0), ...this.lostCells(layer), ...this.noteCells(layer)];
   }
 
   /** @param {import("./columns.js").ColumnOf} column */
@@ -195,8 +196,8 @@ export class Table {
   /** The row of a culprit without a tensor of its own: words in place of a strip. @param {string} name */
   culpritRow(name) {
     const head = element("th", { scope: "row", className: "left", title: name, "aria-label": name }, this.nameIn(name, 2));
-    const said = element("td", { className: "words", colSpan: this.columns.length - 1 }, this.view.why);
-    return { row: element("tr", { className: "marked culprit" }, head, said), cells: [] };
+    const why = element("td", { className: "words", colSpan: this.columns.length - 1 });
+    return { row: element("tr", { className: "marked culprit" }, head, why), why, cells: [] };
   }
 
   /** A name, or its end. @param {string} name @param {number} beside letters that stand before it */
@@ -224,7 +225,10 @@ export class Table {
     const { layer } = of;
     const { row } = kept;
     row.setAttribute("aria-rowindex", index + 1);
-    if (!layer) return;
+    if (!layer) {
+      kept.why.textContent = whyMarked(view);
+      return;
+    }
     const found = view.figures(layer);
     const cells = this.cellsOf(layer, found);
     row.classList.toggle("chosen", layer.name === view.state.layer);
@@ -232,9 +236,9 @@ export class Table {
     row.classList.toggle("marked", !of.members && view.isMarked(layer));
     row.classList.toggle("near", !of.members && view.isNear(layer));
     // Where a culprit's own figures do not show its fault, words say why it is marked.
-    const isSaid = row.classList.contains("marked") && !isNarrow() && (view.data.opening.at || cells.every(([, tone]) => !tone || tone === "good"));
+    const isSaid = row.classList.contains("marked") && !isNarrow() && (view.data.opening.at || shownInstead(view) || cells.every(([, tone]) => !tone || tone === "good"));
     kept.why.hidden = !isSaid;
-    kept.why.textContent = isSaid ? view.why : "";
+    kept.why.textContent = isSaid ? whyMarked(view) : "";
     kept.why.classList.toggle("right", isSaid && this.painter.isLeft(found));
     cells.forEach(([text, tone], column) => {
       const cell = kept.cells[column];

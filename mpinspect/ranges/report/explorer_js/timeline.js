@@ -3,9 +3,9 @@
 
 import { align, chart, dragged, LEFT, ticks, TOP } from "./chart.js";
 import { element, entry, key, svg } from "./dom.js";
-import { clamp } from "./histogram.js";
 import { LETTER } from "./layout.js";
-import { number, numberOf, power, raised } from "./words.js";
+import { blockAfter, fillWhole } from "./scrubber.js";
+import { number, numberOf, power, raised, spanInWords } from "./words.js";
 
 /** Pixels of the height of the strip, and of that of the lost updates. */
 const [HEIGHT, LOST] = [74, 54];
@@ -30,7 +30,7 @@ export class Timeline {
     this.largest = [];
     const { hasScrubber } = view;
     this.element = element("figure", { className: "steps" },
-      element("div", { className: "controls" }, element("b", {}, view.lastStep ? `Steps 0 to ${number(view.lastStep)}` : "Step 0"), this.words, ...(hasScrubber ? [this.whole] : []), this.legend),
+      element("div", { className: "controls" }, element("b", {}, runInWords(view)), this.words, ...(hasScrubber ? [this.whole] : []), this.legend),
       this.pictures, ...(hasScrubber ? [this.block] : []));
     /** The step below a pointer; none before the first drawing. @type {(event: MouseEvent) => number} */
     this.under = () => 0;
@@ -52,12 +52,10 @@ export class Timeline {
 
   /** A key moves by a block; before the first one is the whole run. @param {KeyboardEvent} event */
   pressed(event) {
-    const { block } = this.view.state;
-    const last = this.view.data.blocks.length - 1;
-    const to = { ArrowLeft: block - 1, ArrowDown: block - 1, ArrowRight: block + 1, ArrowUp: block + 1, Home: -1, End: last }[event.key];
-    if (to === undefined) return;
+    const block = blockAfter(event.key, this.view.state.block, this.view.data.blocks.length - 1);
+    if (block === null) return;
     event.preventDefault();
-    this.change({ block: clamp(to, -1, last) });
+    this.change({ block });
   }
 
   /** @param {number} wide in pixels @param {number} more pixels of its height besides the usual ones */
@@ -65,10 +63,9 @@ export class Timeline {
     const { view } = this;
     const { block, step, kind, layer, format, scale } = view.state;
     const [slider, isWhole] = [this.block, block < 0];
-    if (isWhole) slider.value = String(view.lastStep);
-    else if (step !== null) slider.value = String(step);
-    else if (!this.isInside(Number(slider.value)) || slider.classList.contains("whole")) slider.value = String(view.data.blocks[block].first);
-    slider.classList.toggle("whole", isWhole);
+    if (step !== null) slider.value = String(step);
+    else if (!isWhole && (!this.isInside(Number(slider.value)) || slider.classList.contains("whole"))) slider.value = String(view.data.blocks[block].first);
+    fillWhole(slider, isWhole);
     slider.setAttribute("aria-valuetext", view.stepsInWords);
     this.whole.hidden = isWhole;
     this.words.textContent = `shown: ${view.stepsInWords}`;
@@ -235,4 +232,10 @@ export class Timeline {
     this.pictures.append(drawn.picture);
     this.legend.append(...storages.map((storage, place) => key(`lost${place}`, `updates lost in ${storage.label}, ${of}${storage.measured ? "" : ", if stored so"}`)));
   }
+}
+
+/** The steps of the run, as its facts count them, and those that began without an end. @param {import("./view.js").View} view */
+function runInWords({ data: { steps }, lastStep }) {
+  const begun = lastStep >= steps ? [`${spanInWords({ first: steps, last: lastStep })} unfinished`] : [];
+  return [`${numberOf(steps, "step")}${steps > 1 ? `, 0 to ${number(steps - 1)}` : ""}`, ...begun].join("; ");
 }

@@ -114,12 +114,6 @@ export class View {
     return !kind && !name && !grave;
   }
 
-  /** Why the culprit's row is marked: the phase, the line and the operator where they are known. */
-  get why() {
-    const { at, phase, said } = this.data.opening;
-    return at ? [phase, at].filter(Boolean).join(", ") : said;
-  }
-
   /** Whether something is to blame, but neither a layer nor the loss scale. */
   get isElsewhere() {
     return this.data.opening.elsewhere && this.lastStep > 0;
@@ -128,8 +122,12 @@ export class View {
   /** The tone of a layer's infinities and NaNs: "dim" where they follow from those of a culprit elsewhere, or ask for no change. @param {any} layer */
   toneOf(layer) {
     const { said, grave } = this.data.opening;
-    if (!this.isMarked(layer) && (said || !grave)) return "dim";
-    return grave ? "error" : "warning";
+    return !this.isMarked(layer) && (said || !grave) ? "dim" : this.tone;
+  }
+
+  /** The tone of the run's gravest finding: a map is never redder than its verdict. */
+  get tone() {
+    return this.data.opening.grave ? "error" : "warning";
   }
 
   /** @param {any} layer */
