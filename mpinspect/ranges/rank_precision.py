@@ -152,12 +152,7 @@ class _Search:
         """Return the weights' gradients in FP32; None if time or memory ended the pass."""
         self.restore()
         self._passes += 1
-        second = run_twice(
-            self._model,
-            self._loss_fn,
-            self._batch,
-            lambda running: Widened(running, chosen),
-        )
+        (second,) = run_twice(self._model, self._loss_fn, self._batch, lambda running: (Widened(running, chosen),))
         gradients = {
             name: second.exact(each.grad).clone() if is_exact else each.grad.float()
             for name, each in self._model.named_parameters()

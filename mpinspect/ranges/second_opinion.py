@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.capture.passes import LossFunction, require_loss, require_step
+from mpinspect.ranges.faults.measure.in_fp64 import InFP64
 from mpinspect.ranges.faults.measure.recomputation import Recomputation
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
@@ -18,15 +20,16 @@ from mpinspect.reporting.finding import Finding
 from mpinspect.runtime.untouched import ModelState, RandomState
 from mpinspect.runtime.wrappers import compiled_modules_eager
 
-AnySecond = TypeVar("AnySecond", bound=Recomputation)
+Computations = TypeVar("Computations", bound=Sequence[Recomputation])
 
 
 def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Finding, ...]:
-    """Compute one forward and backward as the training does, and every operator a second time on FP32 copies of 16-bit tensors.
+    """Compute one forward and backward as the training does, and every operator again: on FP32 copies of 16-bit tensors, and on
+    FP64 copies of all.
 
     The findings name operators with their module and line of code: an infinity or NaN that the exact computation does not have,
     one that it has as well (then no precision helps), a sum that loses terms, an addition that changes nothing, and a result that
-    is mostly the rounding error of its inputs. ``docs/sentences.md`` lists their sentences.
+    is mostly the rounding error of its inputs; and what FP32's own rounding spoils. ``docs/sentences.md`` lists their sentences.
 
     Afterwards, even after an error, the model (parameters, buffers, ``.grad``, requires_grad, train/eval flags) and the random
     generators of torch, Python and NumPy are restored. Nothing is trained. Compiled modules run eagerly.
@@ -38,11 +41,10 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
         batch: the argument of ``loss_fn``.
 
     Returns:
-        The findings, the gravest first; none if every operator's exact result is the run's but for rounding, or if nothing is in
-        FP16 or BF16.
+        The findings, the gravest first; none if every operator's exact result is the run's but for rounding.
 
-    Takes three to four times as long as the step on a CPU, and memory for FP32 copies of its 16-bit tensors, 2 GiB of them at
-    most; after 20 s the rest is left out. Synchronises the device.
+    Takes some six times as long as the step on a CPU, and memory for FP32 copies of its 16-bit tensors and FP64 copies of all,
+    2 GiB of each at most; after 20 s, of FP64 after 10 s, the rest is left out. Synchronises the device.
 
     Raises:
         TypeError: model is not a Module, loss_fn is not callable, or the loss is not a tensor.
@@ -51,13 +53,9 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
     require_step(model, loss_fn)
     random, state = RandomState.now(), ModelState(model)
     try:
-        second = run_twice(
-            model,
-            loss_fn,
-            batch,
-            lambda running: SecondComputation(running, model.named_parameters(), model.named_buffers()),
-        )
-        measurements = tuple(record.measurement() for record in second.records())
+        second = run_twice(model, loss_fn, batch, partial(_computations, model))
+        # That in FP64 reads the FP32 copies, which the first one's records end.
+        measurements = tuple(record.measurement() for each in reversed(second) for record in each.records())
     finally:
         state.restore()
         random.restore()
@@ -66,30 +64,35 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
     return tuple(finding for finding in analyse(session).findings if finding.id in ids)
 
 
+def _computations(model: torch.nn.Module, running: Callable[[], str]) -> Sequence[Recomputation]:
+    second = SecondComputation(running, model.named_parameters(), model.named_buffers())
+    return second, InFP64(running, model.named_parameters(), second)
+
+
 def run_twice(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, second: Callable[[Callable[[], str]], AnySecond]
-) -> AnySecond:
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, computations: Callable[[Callable[[], str]], Computations]
+) -> Computations:
     """Run one forward and backward, and compute its operators a second time; compiled modules run eagerly.
 
     The weights' gradients are those of this step alone. Random generators, buffers and gradients are not restored.
 
     Args:
         model, loss_fn, batch: as of ``second_opinion``.
-        second: makes the second computation, given a function that returns the dotted path of the running module.
+        computations: makes what computes the operators again, given a function that returns the running module's dotted path.
 
     Returns:
-        The second computation, whose records are not made yet.
+        The computations, whose records are not made yet.
 
     Raises:
         TypeError, ValueError: the loss is not one number with a graph; whatever the user's code raises.
     """
     running = RunningModules()
-    made = second(running.path)
+    made = computations(running.path)
     for parameter in model.parameters():
         parameter.grad = None
     running.follow(model)
     try:
-        with compiled_modules_eager(), torch.enable_grad(), Twice([made], running):
+        with compiled_modules_eager(), torch.enable_grad(), Twice(made, running):
             loss = loss_fn(model, batch)
             require_loss(loss, 0, finite=False)
             loss.backward()  # type: ignore[no-untyped-call]

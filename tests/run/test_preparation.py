@@ -121,6 +121,60 @@ def test_exact_and_nearly_exact_tensors_are_not_a_fault(tmp_path, made):
     del kept
 
 
+def test_averages_by_a_running_sum_in_fp32_have_the_error_of_fp64(tmp_path):
+    torch.manual_seed(0)
+    series = 500 + torch.randn(100_000)
+    with watched(tmp_path) as run:
+        total = series.cumsum(0)
+        smooth = (total[16:] - total[:-16]) / 16
+        _trained()
+    total = series.double().cumsum(0)
+    exact = (total[16:] - total[:-16]) / 16
+    found = next(each for each in _errors(run) if each.elements == len(smooth))
+    assert (found.names[0], found.text) == ("cumsum", "float32")
+    assert found.error == pytest.approx(float((smooth - exact).norm() / (exact - exact.mean()).norm()), rel=1e-3)
+    (finding,) = [each for each in analyse(run.parts.models[0].session).findings if each.id == "prepared-in-fp32"]
+    assert (finding.severity, finding.step) == ("warning", None)
+    assert "series.double().cumsum(0)" in finding.code
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        # Equal numbers differ by their rounding alone.
+        lambda: torch.full((100,), 0.1) / 3,
+        lambda: torch.zeros(64, 10).softmax(-1),
+        lambda: (torch.randn(500, 8) * 3 + 5 - 5) / 3,
+        lambda: torch.linalg.svd(torch.randn(32, 32)).U,
+        lambda: (1 - torch.linspace(1e-4, 0.02, 1000)).cumprod(0),
+        lambda: torch.outer(torch.arange(512.0), torch.linspace(0.01, 1, 16)).sin(),
+        lambda: torch.fft.rfft(torch.randn(64, 128)).abs(),
+        lambda: torch.randn(64, 64).log(),
+    ],
+)
+def test_ordinary_preparations_in_fp32_are_not_a_fault(tmp_path, made):
+    torch.manual_seed(0)
+    with watched(tmp_path) as run:
+        kept = made()
+        _trained()
+    assert (_errors(run), run.seen.notes) == ([], [])
+    del kept
+
+
+def test_a_running_sum_that_outlasts_the_time_is_told_if_it_has_lost_its_terms(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepared, "_MOST_OPERATORS", 200)
+    with watched(tmp_path) as run:
+        state = torch.full((64,), 4.0, dtype=torch.bfloat16)
+        for _ in range(200):
+            state = state + torch.full((64,), 1e-3, dtype=torch.bfloat16)
+        _trained()
+    (found,) = _errors(run)
+    assert (found.error, found.unchanged, found.text) == (1, 1, "bfloat16")
+    assert found.times > 64
+    (finding,) = [each for each in analyse(run.parts.models[0].session).findings if each.id == FAULT]
+    assert "Later additions were not followed." in finding.message
+
+
 def test_freed_tensors_and_those_that_were_overwritten_are_not_a_fault(tmp_path):
     with watched(tmp_path) as run:
         table = torch.arange(300, dtype=torch.bfloat16).mul(1.01).sin()

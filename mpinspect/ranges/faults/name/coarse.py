@@ -10,7 +10,6 @@ from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
 from mpinspect.ranges.faults.name.infinities import beginning, first_event
 from mpinspect.ranges.faults.name.operators import (
     CONCENTRATED,
-    PRODUCTS,
     expression,
     found_at,
     of_learning_steps,
@@ -50,8 +49,8 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
     """FP32 arithmetic whose rounding spoils the gradients, or makes an infinity or NaN that FP64 does not have: numbers that are
     large beside their differences, ill-conditioned systems, sums of very many terms.
 
-    False alarms: The error is measured. Gradients that cancel over a batch are small beside their rounding: such a step is left
-    out if they are smaller than a tenth of another step's, and if the errors grow in the sums over the batch.
+    False alarms: The error is measured. Gradients that cancel are small beside their rounding: a step is left out if they are
+    smaller than a tenth of another step's, and if the errors grow in the backward.
     """
     first = first_event(case)
     for broken in case.recorded(BrokenInFP32):
@@ -80,8 +79,9 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
     known = {each.names[1] for each in case.recorded(ExpandedDistance)}
     errors = of_learning_steps(each for each in case.recorded(GradientsError) if each.text == FLOAT32.name)
     for off in errors:
-        is_of_batch = off.names[2] == "backward" and off.names[0] in PRODUCTS
-        if off.error >= FP32_OFF and off.share >= CONCENTRATED and not is_of_batch and off.names[1] not in known:
+        # Gradients that cancel, as at an optimum, are rounding error in any precision: their errors grow in the backward.
+        is_of_forward = off.names[2] == "forward"
+        if off.error >= FP32_OFF and off.share >= CONCENTRATED and is_of_forward and off.names[1] not in known:
             words = {"off_by": percent_up_to(off.error), "in_fp64": expression(off.names[0], ".double()")}
             is_grave = off.error >= 1
             yield found_at(
@@ -102,7 +102,7 @@ FAULTS = (
         "warning",
         _fp32_too_coarse,
         (_Coarse,),
-        ("non-finite-event", "argument-out-of-range"),
+        ("non-finite-event", "argument-out-of-range", "result-is-rounding-error"),
         checked=TWICE,
         heading="FP32 is too coarse",
     ),

@@ -40,6 +40,7 @@ _IN_WORDS = {
     "linalg_inv_ex": "an inverse",
     "linalg_cholesky_ex": "a Cholesky decomposition",
     "_linalg_solve_ex": "the solution of a linear system",
+    "sub": "a difference",
     "rsub": "a difference",
     "sigmoid_backward": "the gradient of sigmoid",
     "tanh_backward": "the gradient of tanh",

@@ -1,0 +1,167 @@
+"""FP32's own rounding, measured by a computation of the same step in FP64."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from trainings import take_step
+
+import mpinspect
+from mpinspect.ranges.capture.steps import StepChoice
+
+F = nn.functional
+
+
+def squares(model, x):
+    return model(x).square().mean()
+
+
+class Trend(nn.Module):
+    """Fits polynomials by normal equations, far from zero."""
+
+    def __init__(self, degree, start):
+        super().__init__()
+        self.linear = nn.Linear(32, 8)
+        self.degree, self.start = degree, start
+
+    def forward(self, x):
+        grid = self.start + torch.arange(32, dtype=x.dtype) / 4
+        powers = torch.stack([grid**k for k in range(self.degree + 1)], dim=-1)
+        fit = powers @ (torch.linalg.inv(powers.mT @ powers) @ powers.mT @ x.mT)
+        return self.linear(x - fit.mT)
+
+
+def gradients(model, x):
+    squares(model, x).backward()
+    return torch.cat([each.grad.flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize(("degree", "start"), [(2, 1000.0), (2, 400.0), (2, 2400.0)])
+def test_the_error_of_the_gradients_is_that_of_the_same_step_in_float64(degree, start):
+    torch.manual_seed(0)
+    model, x = Trend(degree, start), torch.randn(16, 32)
+    wide = copy.deepcopy(model).double()
+    in_fp32, exact = gradients(copy.deepcopy(model), x), gradients(wide, x.double())
+    (found,) = mpinspect.second_opinion(model, squares, x)
+    assert (found.id, found.layer, found.evidence["operator"]) == ("fp32-too-coarse", "", "linalg_inv_ex")
+    error = float((in_fp32 - exact).norm() / exact.norm())
+    assert found.evidence["error"] == pytest.approx(error, rel=1e-3)
+    assert found.severity == ("error" if error >= 1 else "warning")
+    assert "powers.mT @ powers" in found.code
+
+
+class Spread(nn.Module):
+    """The square root of a mean of squares less the square of a mean."""
+
+    def forward(self, x):
+        variance = (x * x).mean(-1) - x.mean(-1) ** 2
+        return variance.sqrt()
+
+
+class Spreads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.spread, self.head = Spread(), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.head(self.spread(x))
+
+
+@pytest.mark.parametrize(("centre", "is_broken"), [(1e5, True), (0.0, False)])
+def test_a_nan_that_fp64_does_not_have_has_the_line_at_which_the_errors_grew(centre, is_broken):
+    torch.manual_seed(0)
+    x = centre + torch.randn(64, 8, 16)
+    found = mpinspect.second_opinion(Spreads(), squares, x)
+    assert [each.id for each in found if each.id != "result-is-rounding-error"] == ["fp32-too-coarse"] * is_broken
+    for each in found[:1]:
+        assert (each.layer, each.evidence["operator"]) == ("spread", "sqrt")
+        in_fp32 = (x * x).mean(-1) - x.mean(-1) ** 2
+        assert each.evidence["elements"] == float((in_fp32 < 0).sum())
+        assert "(x * x).mean(-1) - x.mean(-1) ** 2" in each.code
+
+
+def loss_of(dtype):
+    def loss(model, x):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            return model(x).float().square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_rounding_to_16_bits_is_not_an_error_of_fp32(dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4), nn.Softmax(-1))
+    assert mpinspect.second_opinion(model, loss_of(dtype), torch.randn(32, 16)) == ()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        # The signs of singular vectors, and of the columns of Q, are arbitrary.
+        lambda x: torch.linalg.svd(x).Vh,
+        lambda x: torch.linalg.qr(x).Q,
+        lambda x: torch.linalg.eigh(x @ x.mT).eigenvectors,
+        lambda x: torch.fft.rfft(x).abs(),
+        lambda x: x.argsort(-1).float() + x,
+        lambda x: F.dropout(x, 0.5),
+        lambda x: x + (x.round() - x).detach(),
+        lambda x: torch.where(x > 0, x, x.detach()),
+        lambda x: x.double().cumsum(0).float(),
+        lambda x: x.masked_fill(torch.eye(16).bool(), -torch.inf).softmax(-1),
+    ],
+)
+def test_functions_that_need_not_agree_to_the_last_bit_raise_no_alarm(function):
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    found = mpinspect.second_opinion(
+        model, lambda model, x: function(model(x)).square().mean() * 3, torch.randn(16, 16)
+    )
+    assert [each.id for each in found if each.id == "fp32-too-coarse"] == []
+
+
+def trained(second, dtype):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=256.0)
+    with mpinspect.Inspector(model, second=second) as inspector:
+        for _ in range(3):
+            loss = loss_of(dtype)(model, torch.randn(32, 8))
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    return model, inspector.session()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scaled_and_clipped_gradients_have_errors_of_fp32_alone_and_the_training_stays(dtype):
+    model, session = trained([1], dtype)
+    errors = {each.text: each.figures["error"] for each in session.measurements if each.what == "second-gradients"}
+    assert 0 < errors["float32"] < 1e-5 < 1e-4 < errors[str(dtype).removeprefix("torch.")]
+    plain, _ = trained(False, dtype)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert session.notes == ()
+
+
+def test_the_first_chosen_steps_run_in_fp64_and_those_after_an_infinity():
+    choice = StepChoice([1, 4, 9])
+    assert [choice.begins(step) for step in (1, 4, 9)] == [True, True, False]
+    assert choice.is_due(12, lambda: ("forward",))
+    assert choice.begins(12)
+
+
+def test_a_model_that_takes_a_step_again_after_a_break_is_judged(tmp_path):
+    """The scaler skips the steps, so that the weights stay."""
+    torch.manual_seed(0)
+    model = Spreads()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=4.0)
+    with mpinspect.Inspector(model, second=True) as inspector:
+        for _ in range(4):
+            take_step(optimizer, squares(model, 1e5 + torch.randn(64, 8, 16)), scaler)
+    found = inspector.report().findings[0]
+    assert (found.id, found.severity, found.step, found.layer) == ("fp32-too-coarse", "error", 0, "spread")
+    assert {"breaks-in-fp32-too"}.isdisjoint(each.id for each in inspector.report().findings)
