@@ -448,9 +448,14 @@ class NotOptimized(Record, kind="not-optimized"):
 
 
 class NeverUpdated(Record, kind="never-updated"):
-    """``backwards`` backwards without an update. ``names``: the optimizers."""
+    """``backwards`` backwards without an update. ``names``: the optimizers.
+
+    Args:
+        kept_broken: the number of weights whose gradient holds infinities or NaNs at the end and was never zeroed.
+    """
 
     backwards: float
+    kept_broken: float = 0
 
 
 class StepsStopped(Record, kind="steps-stopped"):

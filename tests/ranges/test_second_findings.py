@@ -232,7 +232,7 @@ def test_a_difference_that_leads_to_a_nan_explains_the_argument_out_of_range():
     found = findings(difference, born, examined, precision=FP16, events=(broken(4), broken(5)))
     cause = found["result-is-rounding-error"]
     assert (cause.severity, cause.step) == ("error", 4)
-    assert "In step 5, in 'head' (train.py:6), sub leaves mostly rounding error" in cause.message
+    assert "In step 5, in 'head' (train.py:6), a difference leaves mostly rounding error" in cause.message
     assert "From there rsqrt in 'head' (train.py:7) becomes infinite or NaN in 3 elements" in cause.message
     assert found["argument-out-of-range"].severity == "info"
     assert findings(difference)["result-is-rounding-error"].severity == "info"
@@ -809,7 +809,7 @@ def test_a_difference_is_named_with_the_addition_that_rounded_its_operands():
     left = AmplifiedError(step=1, names=names, text="float32", before=0.007, after=7.7, gradients_error=0.9)
     finding = findings(left)["result-is-rounding-error"]
     assert finding.message.startswith(
-        "In step 1, in 'value' (train.py:5), add rounds to BF16, and in train.py:9, sub leaves mostly that error"
+        "In step 1, in 'value' (train.py:5), add rounds to BF16, and in train.py:9, a difference leaves mostly that error"
     )
     assert "the gradient of 'w' is off by 90%" in finding.message
     assert finding.fix.startswith("Compute in FP32 from 'value' (train.py:5) to train.py:9")

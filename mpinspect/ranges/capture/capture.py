@@ -17,6 +17,7 @@ from mpinspect.ranges.capture.broken_off import broken_off, forget_caller, lost_
 from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.counting import Counting
 from mpinspect.ranges.capture.dispatcher import Dispatcher
+from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import Layer, ModelParameters, WatchedParameter, describe
 from mpinspect.ranges.capture.listener import Listener
 from mpinspect.ranges.capture.observations import Observer
@@ -357,6 +358,12 @@ class Capture(Dispatcher):
             figures = {"observed": float(MOST_CLOSURES)}
             self._recording.measured(Measurement(CLOSURES_LEFT_OUT, "", self.clock.step, figures))
 
+    def _never_zeroed(self, backwards: int) -> list[torch.Tensor]:
+        """Return the gradients to which each backward has added: one that zeroes them in between writes as often again."""
+        gradients = (each.parameter.grad for each in self._parameters)
+        least, most = backwards / 2, backwards + 1
+        return [each for each in gradients if each is not None and is_plain(each) and least < each._version <= most]
+
     @guarded
     def _record_whether_updated(self) -> None:
         """Record whether any update was applied, known from an observed optimizer's step or from changed weights."""
@@ -365,7 +372,10 @@ class Capture(Dispatcher):
         # Without an optimizer or a scaler the script may need only the gradients.
         is_training = self.optimizers.known or self.scale.any_scaled
         if moved is False and is_training:
-            self._recording.record(NeverUpdated(backwards=self.clock.backwards, names=self.optimizers.known))
+            backwards, kept = self.clock.backwards, self._never_zeroed(self.clock.backwards)
+            broken = sum(not bool(each.isfinite().all()) for each in kept)
+            names = self.optimizers.known
+            self._recording.record(NeverUpdated(backwards=backwards, kept_broken=broken, names=names))
         if moved and self.clock.has_stopped:
             backwards, most = self.clock.backwards_of_step, self.clock.most_backwards
             self._recording.record(StepsStopped(step=self._recording.progress.steps, backwards=backwards, most=most))

@@ -56,11 +56,17 @@ class _Never(Sentences):
         "since the start."
     )
     MAY_SKIP_ALL = "Gradients were infinite or NaN: a loop that skips such steps by itself may skip all."
+    KEPT_BROKEN = (
+        "The gradients of {kept_broken:count weight} hold infinities or NaNs and were never zeroed. Each backward adds to them, "
+        "so that a loop that skips such steps never finds finite ones again, whatever the loss scale."
+    )
     NOT_COPIED = (
         "The optimizer stepped masters, copies of the weights, in {steps:.0f} steps, and the model's weights have not changed "
         "since the start: the updates never reach the model."
     )
     SMALLER_SCALE = "Take a smaller loss scale, or let torch.amp.GradScaler find one."
+    ZERO_FIRST = "Zero the gradients before each backward, also after a step that the loop skips."
+    ZERO = "# before {last_backward}\noptimizer.zero_grad()"
     LET_SCALER_STEP = "Let the scaler step the optimizer of these weights after their backward."
     STEP = "Call the optimizer's step after the backward; see that it holds these weights."
     COPY = (
@@ -99,12 +105,17 @@ def _no_step(measured: NeverUpdated, case: Case) -> Found:
         fix = _Never.SMALLER_SCALE
         if broke.forward_finite is False:
             fix, words = where_to_inspect(broke, case.session)
+    code: Sentences = _Never.SCALER_STEP.when(case.scalers or broke) or _Never.OPTIMIZER_STEP
+    if measured.kept_broken:
+        fix, code = _Never.ZERO_FIRST, _Never.ZERO
+        words["kept_broken"] = int(measured.kept_broken)
+    may_skip = _Never.KEPT_BROKEN.when(measured.kept_broken) or _Never.MAY_SKIP_ALL.when(broke)
     return Found(
-        (_Never.NO_STEP, _Never.MAY_SKIP_ALL.when(broke)),
+        (_Never.NO_STEP, may_skip),
         {"backwards": measured.backwards, "optimizers": list(measured.names)},
         {**words, "of_optimizer": filled(" of its optimizer ({})", " and ".join(dict.fromkeys(measured.names)))},
         fix,
-        _Never.SCALER_STEP.when(case.scalers or broke) or _Never.OPTIMIZER_STEP,
+        code,
     )
 
 
