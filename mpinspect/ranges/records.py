@@ -748,6 +748,21 @@ class BrokenInFP32(Record, kind="second-broken-in-fp32"):
     largest: float
 
 
+class UpdatesLostInFP32(Record, kind="second-fp32-updates"):
+    """An FP32 weight whose updates rounding takes most of. ``name``: the weight.
+
+    Args:
+        exact, rounded: the decrease of the loss by its exact and by its rounded change in a step, to first order.
+        share: its share of that by the exact changes of all weights.
+        largest: its largest magnitude.
+    """
+
+    exact: float
+    rounded: float
+    share: float
+    largest: float
+
+
 class BrokenAlike(Record, kind="second-broken-alike"):
     """The first operator with a result that is not finite in the exact computation either: ``elements`` of ``of``.
 

@@ -165,3 +165,25 @@ def test_a_model_that_takes_a_step_again_after_a_break_is_judged(tmp_path):
     found = inspector.report().findings[0]
     assert (found.id, found.severity, found.step, found.layer) == ("fp32-too-coarse", "error", 0, "spread")
     assert {"breaks-in-fp32-too"}.isdisjoint(each.id for each in inspector.report().findings)
+
+
+@pytest.mark.parametrize(("offset", "is_lost"), [(3e7, True), (1.0, False)])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_updates_that_fp32_rounds_away_have_their_weight_and_share(offset, is_lost, foreach):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.place, model.other = nn.Parameter(torch.full((64,), offset)), nn.Parameter(torch.ones(4))
+    goal = offset + torch.randn(64)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, foreach=foreach)
+    with mpinspect.Inspector(model, second=[0]) as inspector:
+        loss = (model.place - goal).square().sum() + 1e-3 * model.other.sum()
+        slope = 2 * (model.place.detach() - goal).double()
+        loss.backward()
+        optimizer.step()
+    found = [each for each in inspector.report().findings if each.id == "updates-lost-in-fp32"]
+    assert [each.layer for each in found] == ["place"] * is_lost
+    for each in found:
+        assert each.evidence["exact"] == pytest.approx(float(0.05 * slope.square().sum()), rel=1e-6)
+        moved = model.place.detach().double() - offset
+        assert each.evidence["rounded"] == pytest.approx(-float((slope * moved).sum()), rel=1e-6)
+        assert each.evidence["rounded"] <= each.evidence["exact"] / 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import torch
 
 from mpinspect.ranges.faults.measure.growth import Growth
-from mpinspect.ranges.faults.measure.operands import Pending, mapped, numbers_of
+from mpinspect.ranges.faults.measure.operands import Pending, has_numbers, mapped, numbers_of
 from mpinspect.ranges.faults.measure.recomputation import Recomputation, relative_error
-from mpinspect.ranges.faults.measure.twins import OF_ALL, is_finite
-from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, GradientsError, Record
+from mpinspect.ranges.faults.measure.twins import OF_ALL, OF_FP32, is_finite
+from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, GradientsError, Record, UpdatesLostInFP32
 from mpinspect.runtime.outputs import leaves
+from mpinspect.runtime.storages import storage_key
 
 aten = torch.ops.aten
 
@@ -23,6 +26,10 @@ _MOST_SECONDS = 10.0
 _ROUNDING = 2.0**-24
 #: Multiplications from which on a product runs in FP32 on the rounded twins: few devices are fast in FP64.
 _LARGE = 1 << 26
+#: Seconds after which the rest of an optimizer's step is left out, and the most elements of a weight whose changes are judged.
+_MOST_SECONDS_OF_UPDATES, _MOST_ELEMENTS = 2.0, 1 << 24
+#: The least share of a weight in the effect of all updates, and the largest part of its own that rounding may leave for a record.
+_OF_WHOLE, _KEPT = 0.1, 0.5
 #: The places of the two factors of a product among an operator's arguments.
 _FACTORS = {
     aten.mm: (0, 1),
@@ -72,11 +79,16 @@ class InFP64(Recomputation):
         self._in_fp32 = in_fp32
         self._growth = Growth(_ROUNDING)
         self._broken: BrokenInFP32 | None = None
+        self._updates: UpdatesInFP64 | None = None
 
     def _is_used_up(self) -> bool:
         if self._elapsed() > _MOST_SECONDS:
             self._ended_by = f"FP32 in FP64 after {_MOST_SECONDS:.0f} s"
         return bool(self._ended_by) or self._in_fp32.is_over or super()._is_used_up()
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Judge the changes of FP32 weights that follow."""
+        self.of_optimizer = self._updates = self._updates or UpdatesInFP64(self._parameters)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run_in_fp64(func, args, kwargs)
@@ -109,7 +121,67 @@ class InFP64(Recomputation):
             return ()
         found = self._of_all_gradients(self._errors_of_gradients(), self._growth, torch.float32, FP32_OFF)
         self._end()
-        return [*found, *filter(None, [self._broken])]
+        updates = () if self._updates is None else self._updates.records()
+        return [*found, *filter(None, [self._broken]), *updates]
+
+
+class UpdatesInFP64(Recomputation):
+    """Compares the changes that an optimizer makes to FP32 weights with the exact ones, by their effect on the loss.
+
+    Args:
+        parameters: the model's parameters by name.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
+        super().__init__(lambda: "", parameters, OF_FP32)
+        self._weights = {
+            storage_key(weight): (name, weight)
+            for name, weight in self._parameters
+            if weight.dtype is torch.float32 and weight.numel() <= _MOST_ELEMENTS and has_numbers(weight)
+        }
+        #: The decrease of the loss by the exact and by the rounded changes of each weight, to first order.
+        self._effects: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+    def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
+        changes = func._schema.is_mutable and args and has_numbers(args[0]) and storage_key(args[0]) in self._weights
+        return super()._prepare(func, args, kwargs) if changes and not torch.is_grad_enabled() else None
+
+    def _is_changed(self, func: Any, dtype: torch.dtype | None) -> bool:
+        return True
+
+    def _is_used_up(self) -> bool:
+        return self._elapsed() > _MOST_SECONDS_OF_UPDATES
+
+    def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
+        name, weight = self._weights[storage_key(value)]
+        if pending.old is None or weight.grad is None or not has_numbers(weight.grad) or value.shape != weight.shape:
+            return
+        slope, old = weight.grad.double(), pending.old.double()
+        for place, changed in enumerate((twin, value.double())):
+            self._effects[name][place] -= float((slope * (changed - old)).sum())
+
+    def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool) -> None:
+        """Take the weight as it is: each change is judged by itself."""
+        self._forget([value])
+
+    def records(self) -> Sequence[Record]:
+        """Return the weight of the largest effect that rounding has taken most of, if it matters beside all."""
+        whole = math.fsum(abs(exact) for exact, _ in self._effects.values())
+        lost = [
+            (exact, rounded, name)
+            for name, (exact, rounded) in self._effects.items()
+            if exact >= _OF_WHOLE * whole > 0 and rounded <= _KEPT * exact
+        ]
+        self._end()
+        if not lost:
+            return ()
+        exact, rounded, name = max(lost)
+        largest = max(float(weight.detach().abs().max()) for known, weight in self._weights.values() if known == name)
+        return [
+            UpdatesLostInFP32(
+                name=name, text="float32", exact=exact, rounded=rounded, share=exact / whole, largest=largest
+            )
+        ]
 
 
 def _to_fp32(value: Any) -> Any:

@@ -127,10 +127,6 @@ class WholeStep(SecondComputation):
         self._of_optimizers.append(self.of_optimizer)
         self.takes(each.grad for group in optimizer.param_groups for each in group["params"])
 
-    def optimizer_stepped(self) -> None:
-        """End the arithmetic of the optimizer."""
-        self.of_optimizer = None
-
     def _end(self) -> None:
         super()._end()
         self._repeats.is_over = True

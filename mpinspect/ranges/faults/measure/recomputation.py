@@ -110,6 +110,9 @@ class Recomputation:
         self.skipped: Counter[str] = Counter()
         self.is_over = False
 
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Handle that an optimizer begins to step."""
+
     # -- the operators ----------------------------------------------------------------------------------------------
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Pending]:

@@ -231,14 +231,15 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         """Take the operators that follow on this thread as the optimizer's."""
         if threading.get_ident() == self._thread:
             self._running.in_optimizer = True
-            if self._step in self._computations:
-                self._step.optimizer_steps(optimizer)
+            for each in self._computations:
+                each.optimizer_steps(optimizer)
 
     def optimizer_stepped(self) -> None:
         """Take the operators that follow on this thread as the training's."""
         if threading.get_ident() == self._thread:
             self._running.in_optimizer = False
-            self._step.optimizer_stepped()
+            for each in self._computations:
+                each.of_optimizer = None
 
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
         """Follow the loss scale from here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FLOAT32
@@ -17,7 +18,7 @@ from mpinspect.ranges.faults.name.operators import (
     percent_up_to,
     words_of,
 )
-from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, ExpandedDistance, GradientsError
+from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, ExpandedDistance, GradientsError, UpdatesLostInFP32
 from mpinspect.reporting.sentences import Sentences
 
 
@@ -96,6 +97,36 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
             return
 
 
+class _Updates(Sentences):
+    LOST = (
+        "In step {step}, FP32 rounds away {lost:percent} of the effect of the updates of {weight!r}: its values are up to "
+        "{largest:.3g}, where neighbouring numbers lie {unit:.2g} apart. Without rounding, they would make {share:percent} of "
+        "the decrease of the loss in this step."
+    )
+    OFFSET = "Train the weight's distance from a fixed centre, and add the centre in FP64. Or keep the weight in FP64."
+    CENTRE = (
+        "# once\ncentre = weight.detach().double().clone()\noffset = torch.nn.Parameter(\n    torch.zeros_like(weight)\n)\n"
+        "# where it is used\nvalue = centre + offset.double()"
+    )
+
+
+def _updates_lost_in_fp32(case: Case) -> Iterator[Found]:
+    """Updates of a weight that FP32 rounds away, since the weight is large beside them, such as a coordinate in metres.
+
+    False alarms: Of a weight whose updates have become small, as at the end of a training, rounding takes most as well.
+    """
+    for lost in case.recorded(UpdatesLostInFP32):
+        words = {
+            "lost": 1 - lost.rounded / lost.exact,
+            "weight": lost.name,
+            "largest": lost.largest,
+            "share": lost.share,
+            "unit": 2.0 ** (math.frexp(lost.largest)[1] - 24),
+        }
+        yield Found.of(case, [lost], _Updates.LOST, _Updates.OFFSET, _Updates.CENTRE, words=words, layer=lost.name)
+        return
+
+
 FAULTS = (
     Fault(
         "fp32-too-coarse",
@@ -106,4 +137,5 @@ FAULTS = (
         checked=TWICE,
         heading="FP32 is too coarse",
     ),
+    Fault("updates-lost-in-fp32", "warning", _updates_lost_in_fp32, (_Updates,), checked=TWICE),
 )
