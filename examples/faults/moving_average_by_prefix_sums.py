@@ -1,4 +1,4 @@
-"""Moving averages of a long series are differences of its running sum in FP32, which ends near 10^8: numbers lie 8 apart there."""
+"""Moving averages of a series are differences of its running sum in FP32, which ends near 10^8: numbers lie 8 apart there."""
 
 # Thread: https://github.com/wadpac/GGIR/issues/326
 # Finding: prepared-in-fp32

@@ -1,4 +1,4 @@
-"""A student learns from samples of a long diffusion whose state is BF16: each step is below half of a unit in its last place."""
+"""A student learns from samples of a long diffusion whose state is BF16: most of its steps are below half a unit."""
 
 # Thread: https://github.com/finegrain-ai/refiners/pull/449
 # Finding: prepared-in-16-bits

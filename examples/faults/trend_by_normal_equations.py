@@ -1,4 +1,4 @@
-"""A quadratic trend is fitted by normal equations in FP32, with the depth in metres: the matrix to invert is all rounding error."""
+"""A quadratic trend is fitted by normal equations in FP32, over depths in metres: the inverse is all rounding error."""
 
 # Thread: https://github.com/pytorch/pytorch/issues/65557
 # Finding: fp32-too-coarse in trend, from step 1
