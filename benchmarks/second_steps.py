@@ -2,9 +2,9 @@
 
     python benchmarks/second_steps.py [--json benchmarks/results/second_steps-cpu.json] [--quick]
 
-A forward and backward in BF16 autocast, bare and by ``mpinspect.second_opinion``, which also sets the gradients and the random
-state back. Each is a process of its own, whose largest resident memory is read, and the two alternate; times are those of the
-processor, the least of all rounds.
+A forward and backward in BF16 autocast, bare and by ``mpinspect.second_opinion``, without and with ``fp64``, which also sets the
+gradients and the random state back. Each is a process of its own, whose largest resident memory is read, and the three alternate;
+times are those of the processor, the least of all rounds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ SUBJECTS = {
     "ResNet-50": (networks.resnet50, networks.images(4, 224, 1000)),
 }
 QUICK = {"GPT of 2 blocks": (lambda: networks.GPT(2, 64, 2, 32, 256), networks.tokens(2, 32, 256))}
-#: Pairs of processes, and steps of each.
-PAIRS, ROUNDS = 3, 3
+#: Processes of each mode, and steps of each.
+PROCESSES, ROUNDS = 3, 3
+MODES = ("bare", "second", "fp64")
 
 
 def loss(model: torch.nn.Module, batch: networks.Batch) -> torch.Tensor:
@@ -36,7 +37,7 @@ def loss(model: torch.nn.Module, batch: networks.Batch) -> torch.Tensor:
         return F.cross_entropy(model(batch[0]).float(), batch[1])
 
 
-def measured(name: str, twice: bool) -> dict[str, float]:
+def measured(name: str, mode: str) -> dict[str, float]:
     """Processor seconds of a step, and MB beyond those before the first step."""
     make, draw = {**SUBJECTS, **QUICK}[name]
     torch.manual_seed(0)
@@ -46,10 +47,10 @@ def measured(name: str, twice: bool) -> dict[str, float]:
     for _ in range(ROUNDS):
         model.zero_grad()
         began = time.process_time()
-        if twice:
-            mpinspect.second_opinion(model, loss, batch)
-        else:
+        if mode == "bare":
             loss(model, batch).backward()
+        else:
+            mpinspect.second_opinion(model, loss, batch, fp64=mode == "fp64")
         seconds.append(time.process_time() - began)
     return {"seconds": min(seconds), "megabytes": _resident_mb() - before}
 
@@ -58,8 +59,8 @@ def _resident_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _in_a_process(name: str, twice: bool) -> dict[str, float]:
-    words = [sys.executable, __file__, "--one", name, *(["--twice"] if twice else [])]
+def _in_a_process(name: str, mode: str) -> dict[str, float]:
+    words = [sys.executable, __file__, "--one", name, "--mode", mode]
     measured: dict[str, float] = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
     return measured
 
@@ -68,20 +69,25 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--one", help="measure one network in this process, and print JSON")
-    parser.add_argument("--twice", action="store_true")
+    parser.add_argument("--mode", choices=MODES, default="bare")
     asked = parser.parse_args()
     if asked.one:
-        print(json.dumps(measured(asked.one, asked.twice)))
+        print(json.dumps(measured(asked.one, asked.mode)))
         return
     rows = []
     for name in QUICK if asked.quick else SUBJECTS:
-        pairs = [[_in_a_process(name, twice) for twice in (False, True)] for _ in range(PAIRS)]
-        bare, second = ({of: min(each[of] for each in runs) for of in runs[0]} for runs in zip(*pairs, strict=True))
-        ratios = {of: second[of] / bare[of] for of in ("seconds", "megabytes") if bare[of]}
-        rows.append({"model": name, "bare": bare, "second": second, "times": ratios})
-        print(
-            f"{name}: {ratios['seconds']:.2f} times the time, {ratios.get('megabytes', 0):.2f} times the memory of a step"
+        runs = [[_in_a_process(name, mode) for mode in MODES] for _ in range(PROCESSES)]
+        least = [{of: min(each[of] for each in mode) for of in mode[0]} for mode in zip(*runs, strict=True)]
+        bare, *others = least
+        times = [{of: each[of] / bare[of] for of in ("seconds", "megabytes") if bare[of]} for each in others]
+        rows.append(
+            {"model": name, **dict(zip(MODES, least, strict=True)), "times": dict(zip(MODES[1:], times, strict=True))}
         )
+        for mode, ratios in zip(MODES[1:], times, strict=True):
+            print(
+                f"{name}, {mode}: {ratios['seconds']:.2f} times the time, {ratios.get('megabytes', 0):.2f} times the memory "
+                "of a step"
+            )
     if asked.json:
         write_results(asked.json, rows)
 

@@ -23,9 +23,11 @@ from mpinspect.runtime.wrappers import compiled_modules_eager
 Computations = TypeVar("Computations", bound=Sequence[Recomputation])
 
 
-def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[Finding, ...]:
-    """Compute one forward and backward as the training does, and every operator again: on FP32 copies of 16-bit tensors, and on
-    FP64 copies of all.
+def second_opinion(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, *, fp64: bool = True
+) -> tuple[Finding, ...]:
+    """Compute one forward and backward as the training does, and every operator again: on FP32 copies of 16-bit tensors, and, with
+    ``fp64``, on FP64 copies of all.
 
     The findings name operators with their module and line of code: an infinity or NaN that the exact computation does not have,
     one that it has as well (then no precision helps), a sum that loses terms, an addition that changes nothing, and a result that
@@ -39,12 +41,14 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
         loss_fn: ``loss_fn(model, batch)`` returns the scalar loss, computed as in training, with its autocast. A loss that a loop
             scales is scaled here, too.
         batch: the argument of ``loss_fn``.
+        fp64: whether FP32's own rounding is judged as well.
 
     Returns:
         The findings, the gravest first; none if every operator's exact result is the run's but for rounding.
 
-    Takes some six times as long as the step on a CPU, and memory for FP32 copies of its 16-bit tensors and FP64 copies of all,
-    2 GiB of each at most; after 20 s, of FP64 after 10 s, the rest is left out. Synchronises the device.
+    On a CPU it takes three to four times as long as the step, with ``fp64`` some six times, and memory for FP32 copies of its
+    16-bit tensors and FP64 copies of all, 2 GiB of each at most; after 20 s, of FP64 after 10 s, the rest is left out.
+    Synchronises the device.
 
     Raises:
         TypeError: model is not a Module, loss_fn is not callable, or the loss is not a tensor.
@@ -53,7 +57,7 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
     require_step(model, loss_fn)
     random, state = RandomState.now(), ModelState(model)
     try:
-        second = run_twice(model, loss_fn, batch, partial(_computations, model))
+        second = run_twice(model, loss_fn, batch, partial(_computations, model, fp64))
         # That in FP64 reads the FP32 copies, which the first one's records end.
         measurements = tuple(record.measurement() for each in reversed(second) for record in each.records())
     finally:
@@ -64,9 +68,9 @@ def second_opinion(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) ->
     return tuple(finding for finding in analyse(session).findings if finding.id in ids)
 
 
-def _computations(model: torch.nn.Module, running: Callable[[], str]) -> Sequence[Recomputation]:
+def _computations(model: torch.nn.Module, fp64: bool, running: Callable[[], str]) -> Sequence[Recomputation]:
     second = SecondComputation(running, model.named_parameters(), model.named_buffers())
-    return second, InFP64(running, model.named_parameters(), second)
+    return [second, InFP64(running, model.named_parameters(), second)][: 1 + fp64]
 
 
 def run_twice(
