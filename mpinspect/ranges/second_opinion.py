@@ -26,7 +26,7 @@ Computations = TypeVar("Computations", bound=Sequence[Recomputation])
 def second_opinion(
     model: torch.nn.Module, loss_fn: LossFunction, batch: Any, *, fp64: bool = True
 ) -> tuple[Finding, ...]:
-    """Compute one forward and backward as the training does, and every operator again: on FP32 copies of 16-bit tensors, and, with
+    """Compute one forward and backward as the training does, and every operator again: on FP32 copies of 16-bit tensors and, with
     ``fp64``, on FP64 copies of all.
 
     The findings name operators with their module and line of code: an infinity or NaN that the exact computation does not have,
