@@ -444,8 +444,8 @@ class Kinds:
         return found.was_steady and found.steps == _SETTLED
 
 
-#: The number of chosen steps whose FP32 operators are computed in FP64: a copy in FP64 is twice as large.
-_IN_FP64 = 2
+#: The number of chosen steps whose FP32 operators are computed in FP64, and the seconds for all such steps of a run.
+_IN_FP64, MOST_SECONDS_IN_FP64 = 2, 10.0
 
 
 class StepChoice:
@@ -473,6 +473,7 @@ class StepChoice:
         self._kinds = Kinds()
         self._is_of_new_kind = False
         self._left_in_fp64 = _IN_FP64
+        self._seconds_in_fp64 = MOST_SECONDS_IN_FP64
 
     def passed(self, step: int, work: int, first: str = "", kind: Hashable = None) -> None:
         """Handle the end of a step.
@@ -495,8 +496,8 @@ class StepChoice:
         broken = len(broken_phases())
         return broken > 0 and self._chosen_after_events < broken + AT_ONCE - 1
 
-    def begins(self, step: int) -> bool:
-        """Handle the start of a chosen step. Return whether its FP32 operators are computed in FP64: in the first such steps, and
+    def begins(self, step: int) -> float:
+        """Handle the start of a chosen step. Return the seconds for its operators in FP64: 0 but in the first such steps, and
         after an infinity or NaN."""
         self._is_after_event = not self._is_planned(step)
         self._left_with_rarer_work -= self._has_rarer_work(step)
@@ -506,7 +507,11 @@ class StepChoice:
         self._chosen_after_events += self._is_after_event
         self._steps = [each for each in self._steps if each > step]
         self._left_in_fp64 -= 1
-        return self._is_after_event or self._left_in_fp64 >= 0
+        return self._seconds_in_fp64 * (self._is_after_event or self._left_in_fp64 >= 0)
+
+    def took(self, seconds_in_fp64: float) -> None:
+        """Handle that a chosen step took this long in FP64."""
+        self._seconds_in_fp64 = max(0.0, self._seconds_in_fp64 - seconds_in_fp64)
 
     def ends(self, records: Iterable[Record], broken_phases: Sequence[str]) -> None:
         """Handle the records of a chosen step: once one has the infinity or NaN, no further step is needed for it."""

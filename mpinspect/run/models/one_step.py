@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.steps import LATER_STEPS, StepChoice
+from mpinspect.ranges.capture.steps import LATER_STEPS, MOST_SECONDS_IN_FP64, StepChoice
 from mpinspect.run.models.compiled import Compiled
 from mpinspect.run.models.inspected_models import InspectedModels
 from mpinspect.run.options import LaunchOptions
@@ -230,7 +230,7 @@ class OneStep(Guarded):
         from mpinspect.shapes.record.live import LiveMatmuls
 
         self._is_again = not self._wants_matmuls
-        in_fp64 = not self._is_again or self._choice.begins(self._stepped)
+        in_fp64 = self._choice.begins(self._stepped) if self._is_again else MOST_SECONDS_IN_FP64
         self._wants_matmuls = False
         # Gradients of other threads' models may be freed while they are read.
         models = self._models.attached(self._thread)
@@ -273,6 +273,7 @@ class OneStep(Guarded):
         try:
             matmuls = recorded.products.end(stopped)
             records, left_out = recorded.twice.end()
+            self._choice.took(recorded.twice.seconds_in_fp64)
         finally:
             # A mode that stayed would see the rest of the run.
             self._leave(recorded)

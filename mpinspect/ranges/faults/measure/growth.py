@@ -71,6 +71,10 @@ class Growth:
         if growth > line.most:
             line.most, line.record = growth, record
 
+    def at_once(self) -> float:
+        """Return the most bits that a single operator has added to an error."""
+        return max((each.most for each in self._lines.values()), default=0.0)
+
     def most(self) -> GradientsError | None:
         """Return the record of the line that raises errors most, with its share of all that lines do; None if none does."""
         worst = max(self._lines.values(), key=lambda each: each.growth, default=None)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from mpinspect.ranges.capture.steps import MOST_SECONDS_IN_FP64
 from mpinspect.ranges.faults.measure.growth import Growth
-from mpinspect.ranges.faults.measure.operands import Pending, has_numbers, mapped, numbers_of
+from mpinspect.ranges.faults.measure.operands import Pending, has_numbers, is_integer, mapped, numbers_of
 from mpinspect.ranges.faults.measure.recomputation import Recomputation, relative_error
 from mpinspect.ranges.faults.measure.twins import OF_ALL, OF_FP32, is_finite
 from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, GradientsError, Record, UpdatesLostInFP32
@@ -20,8 +21,6 @@ from mpinspect.runtime.storages import storage_key
 
 aten = torch.ops.aten
 
-#: Seconds after which the rest of the step is left out.
-_MOST_SECONDS = 10.0
 #: The relative error of rounding once to FP32.
 _ROUNDING = 2.0**-24
 #: Multiplications from which on a product runs in FP32 on the rounded twins: few devices are fast in FP64.
@@ -30,6 +29,8 @@ _LARGE = 1 << 26
 _MOST_SECONDS_OF_UPDATES, _MOST_ELEMENTS = 2.0, 1 << 24
 #: The least share of a weight in the effect of all updates, and the largest part of its own that rounding may leave for a record.
 _OF_WHOLE, _KEPT = 0.1, 0.5
+#: The largest spread of a weight's rows, relative to its largest magnitude, that is small.
+_SPREAD = 2.0**-8
 #: The places of the two factors of a product among an operator's arguments.
 _FACTORS = {
     aten.mm: (0, 1),
@@ -39,20 +40,44 @@ _FACTORS = {
     aten.convolution: (0, 1),
     aten.convolution_backward: (1, 2),
 }
+_BATCHED = frozenset({aten.bmm, aten.baddbmm})
 _CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
 
 
-#: Decompositions whose factors have an arbitrary sign, which another rounding may turn round.
-_AMBIGUOUS = frozenset({aten._linalg_svd, aten._linalg_eigh, aten.linalg_eig, aten.linalg_qr, aten.geqrf})
+#: Decompositions whose factors have an arbitrary sign, or basis, with the places of their other results.
+_AMBIGUOUS = {
+    aten._linalg_svd: (1,),
+    aten._linalg_eigh: (0,),
+    **dict.fromkeys((aten.linalg_eig, aten.linalg_qr, aten.geqrf), ()),
+}
+#: Decompositions that choose pivots, which a nearly equal matrix may have elsewhere.
+_PIVOTING = frozenset(
+    {
+        *(aten._linalg_solve_ex, aten._linalg_det, aten._linalg_slogdet, aten.linalg_lu_factor_ex),
+        *(aten.linalg_lu_factor, aten.linalg_lu, aten.linalg_ldl_factor_ex),
+    }
+)
+
+
+def is_unique(func: Any, place: int, result: Any, exact: Any) -> bool:
+    """Return whether exact arithmetic determines an operator's result at this place, for the pivots that the run has chosen."""
+    operator = func.overloadpacket
+    has_pivots = operator not in _PIVOTING or _are_integers_equal(result, exact)
+    return has_pivots and place in _AMBIGUOUS.get(operator, (place,))
+
+
+def _are_integers_equal(one: Any, other: Any) -> bool:
+    pairs = zip(leaves((one,)), leaves((other,)), strict=False)
+    return all(torch.equal(mine, its) for mine, its in pairs if is_integer(mine) and is_integer(its))
 
 
 def run_in_fp64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator in FP64; in FP32 on rounded arguments if it takes very many multiplications, or has no unique result."""
+    """Run an operator in FP64; in FP32 on rounded arguments if it takes very many multiplications."""
     operator = func.overloadpacket
     if operator is aten._amp_foreach_non_finite_check_and_unscale_:
         # It takes the loss scale and the flag in FP32 alone.
         return func(args[0], *map(_to_fp32, args[1:]))
-    if operator not in _AMBIGUOUS and not _is_large(operator, args):
+    if not _is_large(operator, args):
         return func(*args, **kwargs)
     result = func(*mapped(_to_fp32, args, {})[0], **kwargs)
     return [each.double() if isinstance(each, torch.Tensor) else each for each in leaves((result,))]
@@ -67,6 +92,7 @@ class InFP64(Recomputation):
     Args:
         module, parameters: as of ``Recomputation``.
         in_fp32: computes the step in FP32, and has run an operator before this one does.
+        seconds: after which the rest of the step is left out.
     """
 
     def __init__(
@@ -74,24 +100,37 @@ class InFP64(Recomputation):
         module: Callable[[], str],
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
         in_fp32: Recomputation,
+        seconds: float = MOST_SECONDS_IN_FP64,
     ) -> None:
         super().__init__(module, parameters, OF_ALL)
-        self._in_fp32 = in_fp32
+        self.judged = self._in_fp32 = in_fp32
+        self._seconds = seconds
         self._growth = Growth(_ROUNDING)
         self._broken: BrokenInFP32 | None = None
         self._updates: UpdatesInFP64 | None = None
 
     def _is_used_up(self) -> bool:
-        if self._elapsed() > _MOST_SECONDS:
-            self._ended_by = f"FP32 in FP64 after {_MOST_SECONDS:.0f} s"
+        if self._elapsed() > self._seconds:
+            self._ended_by = f"FP32 in FP64 after {self._seconds:.0f} s"
         return bool(self._ended_by) or self._in_fp32.is_over or super()._is_used_up()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Judge the changes of FP32 weights that follow."""
+        super().optimizer_steps(optimizer)
         self.of_optimizer = self._updates = self._updates or UpdatesInFP64(self._parameters)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run_in_fp64(func, args, kwargs)
+
+    def _is_unique(self, func: Any, place: int, result: Any, exact: Any) -> bool:
+        return is_unique(func, place, result, exact)
+
+    def _forget(self, results: list[torch.Tensor]) -> None:
+        """Take results as those of the computation in FP32."""
+        super()._forget(results)
+        for each in results:
+            if has_numbers(each) and not self.is_over and (twin := self._in_fp32.twin(each)) is not None:
+                self._twins.add(each, twin, is_cast=False)
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         in_fp32 = self._in_fp32.exact(value)
@@ -100,7 +139,8 @@ class InFP64(Recomputation):
                 numbers_of(pending.given[0]), value, in_fp32, twin, partial(self._placed, pending, in_fp32)
             )
         elif self._broken is None:
-            where = ~in_fp32.isfinite() & twin.isfinite()
+            # A sum of two masks, each FP32's lowest number, is -inf, and a mask as well.
+            where = ~in_fp32.isfinite() & twin.isfinite() & (in_fp32 != -torch.inf)
             if bool(where.any()):
                 worst = self._growth.most()
                 origin = () if worst is None else (*worst.names[:2], worst.name, worst.text)
@@ -117,9 +157,9 @@ class InFP64(Recomputation):
 
     def records(self) -> Sequence[Record]:
         """Return the first infinity or NaN of FP32's making, and the error of the gradients."""
-        if self.is_over:
-            return ()
-        found = self._of_all_gradients(self._errors_of_gradients(), self._growth, torch.float32, FP32_OFF)
+        found: list[Record] = []
+        if not (self.is_over or self._in_fp32.is_over):
+            found += self._of_all_gradients(self._all_errors(), self._growth, torch.float32, FP32_OFF)
         self._end()
         updates = () if self._updates is None else self._updates.records()
         return [*found, *filter(None, [self._broken]), *updates]
@@ -167,21 +207,26 @@ class UpdatesInFP64(Recomputation):
     def records(self) -> Sequence[Record]:
         """Return the weight of the largest effect that rounding has taken most of, if it matters beside all."""
         whole = math.fsum(abs(exact) for exact, _ in self._effects.values())
-        lost = [
-            (exact, rounded, name)
-            for name, (exact, rounded) in self._effects.items()
-            if exact >= _OF_WHOLE * whole > 0 and rounded <= _KEPT * exact
+        found = [
+            UpdatesLostInFP32(
+                name=name, text="float32", exact=exact, rounded=rounded, share=exact / whole, largest=_largest(weight)
+            )
+            for name, weight in self._weights.values()
+            for exact, rounded in [self._effects[name]]
+            if exact >= _OF_WHOLE * whole > 0 and rounded <= _KEPT * exact and _is_far_from_zero(weight)
         ]
         self._end()
-        if not lost:
-            return ()
-        exact, rounded, name = max(lost)
-        largest = max(float(weight.detach().abs().max()) for known, weight in self._weights.values() if known == name)
-        return [
-            UpdatesLostInFP32(
-                name=name, text="float32", exact=exact, rounded=rounded, share=exact / whole, largest=largest
-            )
-        ]
+        return sorted(found, key=lambda each: each.exact)[-1:]
+
+
+def _largest(weight: torch.Tensor) -> float:
+    return float(weight.detach().abs().max())
+
+
+def _is_far_from_zero(weight: torch.Tensor) -> bool:
+    """Return whether a weight is large beside the differences of its rows. Updates of others are lost once they are small."""
+    values = weight.detach().double()
+    return float((values - values.mean(0)).abs().max()) <= _SPREAD * _largest(weight)
 
 
 def _to_fp32(value: Any) -> Any:
@@ -195,4 +240,4 @@ def _is_large(operator: Any, args: tuple[Any, ...]) -> bool:
         return False
     left, right = (args[place] for place in places)
     rows = left.numel() // max(1, left.shape[1 if operator in _CONVOLUTIONS else -1])
-    return bool(rows * right.numel() // (left.shape[0] if left.dim() == 3 else 1) >= _LARGE)
+    return bool(rows * right.numel() // (left.shape[0] if operator in _BATCHED else 1) >= _LARGE)

@@ -123,6 +123,7 @@ class WholeStep(SecondComputation):
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin the arithmetic of an optimizer, and search its gradients for zeros."""
+        super().optimizer_steps(optimizer)
         self.of_optimizer = OptimizerArithmetic(optimizer, self._parameters, self._repeats.hides_operator)
         self._of_optimizers.append(self.of_optimizer)
         self.takes(each.grad for group in optimizer.param_groups for each in group["params"])

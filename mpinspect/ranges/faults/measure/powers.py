@@ -201,7 +201,11 @@ class PowersOfScale:
         for each in results:
             if not (each.is_floating_point() or each.is_complex()):
                 self._set(each, 0.0)
-            elif is_in_place and each.numel() * each.element_size() < each.untyped_storage().nbytes():
+            elif (
+                is_in_place
+                and has_storage(each)
+                and each.numel() * each.element_size() < each.untyped_storage().nbytes()
+            ):
                 is_empty = self._known.of(each) == (EMPTY,)
                 self._set(each, power if is_empty else _merged(self._power(each), power))
             else:

@@ -21,26 +21,32 @@ import torch
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure import origins
 from mpinspect.ranges.faults.measure.additions import RunningSums
-from mpinspect.ranges.faults.measure.in_fp64 import run_in_fp64
+from mpinspect.ranges.faults.measure.growth import Growth
+from mpinspect.ranges.faults.measure.in_fp64 import is_unique, run_in_fp64
 from mpinspect.ranges.faults.measure.operands import (
     ADDITIONS,
+    DIFFERENCES,
     NARROW,
     Pending,
     is_narrow,
     local_result,
+    mutated_by,
     numbers_of,
     summands,
 )
-from mpinspect.ranges.faults.measure.origins import Origins
+from mpinspect.ranges.faults.measure.origins import Origins, sample
 from mpinspect.ranges.faults.measure.recomputation import Recomputation
 from mpinspect.ranges.faults.measure.second import SUMS
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
-from mpinspect.ranges.faults.measure.twins import OF_16_BITS, OF_FP32, Marks, Widening, distance, is_finite
-from mpinspect.ranges.records import BEFORE_STEPS, AbsorbedOperand, PreparedError, Record
+from mpinspect.ranges.faults.measure.twins import OF_16_BITS, OF_FP32, Marks, Widening, distance, is_finite, whole
+from mpinspect.ranges.records import BEFORE_STEPS, AbsorbedOperand, GradientsError, PreparedError, Record
 from mpinspect.reporting.words import format_name, number_of, percent
 from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.outputs import leaves
+from mpinspect.runtime.storages import has_storage
 from mpinspect.runtime.user_line import innermost_line
+
+aten = torch.ops.aten
 
 #: Bytes of twins, seconds of ours, and operators of any dtype, after which nothing more is computed twice. A dispatch mode alone
 #: makes a small operator some ten times as slow.
@@ -53,6 +59,11 @@ _LEAST = 0.05
 _FEWEST = 16
 #: The error of a tensor in FP32, relative to its norm, that a few roundings explain.
 _ROUNDED = 2.0**-20
+#: The bits of an error that one operator must add, as a difference that cancels does.
+_AT_ONCE = 6.0
+#: Number of elements by which a later write is noticed.
+_SAMPLE = 64
+_PRODUCTS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm})
 _TINY = torch.finfo(torch.float32).tiny
 #: The size of an element, relative to the largest one, below which FP16 would lose it beside that one in any sum.
 _NEGLIGIBLE = 2.0**-11
@@ -81,6 +92,11 @@ class PreparedTensors(Recomputation):
         self._most_seconds = _MOST_SECONDS_OF_FP32 if self._is_of_fp32 else _MOST_SECONDS
         self._origins = Origins(origins.OF_FP32 if self._is_of_fp32 else origins.OF_16_BITS)
         self._sums = RunningSums()
+        self._growth = Growth(2.0**-24)
+        #: Whether a tensor's exact values are zero but for rounding, or computed from such.
+        self._zeros: Marks[bool] = Marks()
+        #: Some elements of tensors with twins, as they were last written.
+        self._samples: Marks[torch.Tensor] = Marks()
         #: The running sums that had lost most of their terms when the time was used up.
         self._lost: list[AbsorbedOperand] = []
         #: The operators (name, line, module and dtype) to which tensors owe infinities and NaNs, or elements that were flushed.
@@ -105,7 +121,11 @@ class PreparedTensors(Recomputation):
         if is_capturing():
             # A second run would become a part of the script's graph.
             self._operators = _MOST_OPERATORS + 1
-        elif not is_weight and (self._twins.bytes or any(map(partial(is_narrow, narrow=narrow), given))):
+        elif is_weight:
+            mutated = mutated_by(func, args, kwargs) if isinstance(func, torch._ops.OpOverload) else []
+            self._twins.written(filter(has_storage, mutated))
+            self._forget(mutated)
+        elif self._twins.bytes or any(map(partial(is_narrow, narrow=narrow), given)):
             pending = super().before(func, args, kwargs)
         self._count_time(began)
         return pending
@@ -138,6 +158,8 @@ class PreparedTensors(Recomputation):
                 self._sums.follow(pending, value, local, partial(self._record, pending, value))
         else:
             self._origins.passed_on(operands, [value])
+        if self._is_of_fp32:
+            self._follow_in_fp32(pending, operands, value, twin)
         if pending.old is not None and operator in ADDITIONS:
             times = (self._times.of(value) or 0) + 1
             self._times.put(value, times)
@@ -169,6 +191,25 @@ class PreparedTensors(Recomputation):
         record = self._record(pending, result, Record)
         return *record.names[:2], record.name, record.text
 
+    def _follow_in_fp32(
+        self, pending: Pending, operands: list[torch.Tensor], value: torch.Tensor, twin: torch.Tensor
+    ) -> None:
+        """Follow errors, and results that are zero but for rounding: a check, such as the mean of standardised data."""
+        if is_finite(value) and is_finite(twin):
+            self._growth.ran(operands, value, value, twin, partial(self._record, pending, value, GradientsError))
+        largest = max((float(each.abs().max()) for each in operands if each.numel()), default=0.0)
+        is_sum = pending.func.overloadpacket in SUMS | DIFFERENCES | _PRODUCTS
+        is_zero = is_sum and float(twin.abs().max()) <= _ROUNDED * largest
+        is_of_zeros = any(map(self._zeros.of, operands))
+        self._zeros.put(value, is_zero or is_of_zeros or None)
+
+    def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool) -> None:
+        super()._keep(value, twin, is_cast, is_ours)
+        self._samples.put(value, sample(whole(value.untyped_storage(), value.dtype), _SAMPLE).clone())
+
+    def _is_unique(self, func: Any, place: int, result: Any, exact: Any) -> bool:
+        return not self._is_of_fp32 or is_unique(func, place, result, exact)
+
     def _earlier(self, marks: Marks[tuple[str, ...]], pending: Pending) -> tuple[str, ...] | None:
         return next(filter(None, map(marks.of, numbers_of(pending.given[0]))), None)
 
@@ -176,6 +217,10 @@ class PreparedTensors(Recomputation):
         """Return records of the operators whose errors are in tensors that are left, the worst first. Waits for the device."""
         found: dict[tuple[str, ...], PreparedError] = {}
         for value, twin, is_cast in self._twins.living():
+            seen = self._samples.of(value)
+            if seen is not None and not torch.equal(sample(value, _SAMPLE).nan_to_num(), seen.nan_to_num()):
+                # Something else has written the memory, such as NumPy.
+                continue
             record = self._of_cast(value, twin) if is_cast else self._of_result(value, twin)
             if record is not None:
                 known = found.setdefault(record.names, record)
@@ -210,9 +255,14 @@ class PreparedTensors(Recomputation):
 
     def _of_result_in_fp32(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
         """Return the record of a tensor in FP32 whose error is large beside the differences of its elements, as of dates."""
-        if twin.numel() < _FEWEST or not is_finite(value):
+        if twin.numel() < _FEWEST or not is_finite(value) or self._zeros.of(value):
             return None
-        off = distance(value, twin)
+        if self._growth.at_once() < _AT_ONCE:
+            # Data of a chaotic recurrence are as good with another rounding.
+            return None
+        # A constant column of standardised features is zero but for rounding.
+        shown = twin.abs() > _ROUNDED * twin.abs().max()
+        off = float((value - twin)[shown].norm())
         error = off / max(float((twin - twin.mean()).norm()), _TINY)
         # Equal numbers differ by rounding alone.
         is_rounded = off < _ROUNDED * float(twin.norm())

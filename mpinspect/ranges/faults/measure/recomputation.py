@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _get_sequence_nr
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.graph import operator_of
@@ -49,7 +50,7 @@ from mpinspect.ranges.records import GradientsError, Record
 from mpinspect.reporting.words import filled, number_of
 from mpinspect.runtime.device import free_memory
 from mpinspect.runtime.outputs import leaves
-from mpinspect.runtime.storages import storage_key
+from mpinspect.runtime.storages import has_storage, storage_key
 from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
@@ -85,6 +86,8 @@ class Recomputation:
 
     #: Recomputes the optimizer that is stepping; None while none is.
     of_optimizer: Recomputation | None = None
+    #: The computation whose results this one judges; None for those of the run.
+    judged: Recomputation | None = None
 
     def __init__(
         self,
@@ -102,16 +105,24 @@ class Recomputation:
         self._makers = Makers()
         #: The errors of weights' gradients that are in no ``.grad``, and the root mean squares of the exact ones.
         self._errors: dict[str, tuple[float, float]] = {}
+        #: The same of gradients that an optimizer was about to take, and may have changed since.
+        self._taken: dict[str, tuple[float, float]] = {}
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
         #: When the first operator was computed twice: before it, code may have been compiled.
         self._began = 0.0
+        #: The time from there to the last operator.
+        self.seconds = 0.0
         #: Operators whose twin could not run, by name.
         self.skipped: Counter[str] = Counter()
         self.is_over = False
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Handle that an optimizer begins to step."""
+        """Compare the gradients before an optimizer may change them."""
+        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        with _disable_current_modes():
+            taken = ((name, each) for name, each in self._parameters if id(each) in stepped)
+            self._taken |= self._errors_of_gradients(taken)
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -131,6 +142,7 @@ class Recomputation:
             return [each._replace(place=place) for place, each in found if each is not None]
         except Exception:
             self.skipped[func.overloadpacket.__name__] += 1
+            self._forget(mutated_by(func, args, kwargs))
             return []
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -241,13 +253,19 @@ class Recomputation:
         given = {storage_key(each) for each in leaves(args) if isinstance(each, torch.Tensor)}
         for place, (value, twin) in enumerate(zip(results, _tensors_of(exact), strict=False)):
             is_alike = value.numel() and value.shape == twin.shape and twin.dtype == self._widening.wide
-            if is_alike and value.dtype in self._widening.having:
+            if not self._is_unique(pending.func, place, result, exact):
+                self._forget([value])
+            elif is_alike and value.dtype in self._widening.having:
                 if not place:
                     # Further results may be written partially.
                     self._compare(pending, value, twin)
                     self._passed_on([value], results[1:])
                 self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
                 given.add(storage_key(twin))
+
+    def _is_unique(self, func: Any, place: int, result: Any, exact: Any) -> bool:
+        """Return whether exact arithmetic determines an operator's result at this place."""
+        return True
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator on twins; a large product on a CPU with oneDNN, which on some processors takes half the time."""
@@ -305,7 +323,8 @@ class Recomputation:
         """Return the time since the first operator that was computed twice."""
         now = time.perf_counter()
         self._began = self._began or now
-        return now - self._began
+        self.seconds = now - self._began
+        return self.seconds
 
     def left_out(self) -> str:
         """Return a sentence on the operators that were not computed a second time; "" without any."""
@@ -321,11 +340,16 @@ class Recomputation:
 
     # -- errors -----------------------------------------------------------------------------------------------------
 
-    def _errors_of_gradients(self) -> dict[str, tuple[float, float]]:
+    def _all_errors(self) -> dict[str, tuple[float, float]]:
         """Return the relative error of each weight's gradient, and the root mean square of the exact one."""
-        return self._errors | {
+        return self._errors | self._errors_of_gradients(self._parameters) | self._taken
+
+    def _errors_of_gradients(
+        self, parameters: Iterable[tuple[str, torch.nn.Parameter]]
+    ) -> dict[str, tuple[float, float]]:
+        return {
             name: self._error_and_size(parameter.grad)
-            for name, parameter in self._parameters
+            for name, parameter in parameters
             if parameter.grad is not None and has_numbers(parameter.grad) and self.twin(parameter.grad) is not None
         }
 
@@ -335,7 +359,7 @@ class Recomputation:
         """Return a record of the error of all gradients together; [] if none can be compared.
 
         Args:
-            errors: as of ``_errors_of_gradients``.
+            errors: as of ``_all_errors``.
             growth: knows the line to blame, which is recorded from the relative error ``least`` on.
             dtype: the narrow one of the step.
         """
@@ -427,8 +451,8 @@ class Recomputation:
         self._forget([value])
 
     def _forget(self, results: list[torch.Tensor]) -> None:
-        """Take results as exact."""
-        self._twins.forget(each for each in results if has_numbers(each) or is_decision(each))
+        """Take results, and other tensors in their storages, as exact."""
+        self._twins.forget(filter(has_storage, results))
 
     def _fits(self, tensors: list[torch.Tensor]) -> bool:
         """Return whether storages can be copied in the wide dtype: a GPU has room for three copies in half of its free memory."""

@@ -488,7 +488,7 @@ class SecondComputation(Recomputation):
 
     def records(self) -> list[Record]:
         """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
-        errors = self._errors_of_gradients()
+        errors = self._all_errors()
         worst, whose = _worst_of(errors)
         of_all = self._of_all_gradients(errors, self._growth, self._narrow, _OFF)
         if self._numbers.found is not None:

@@ -190,7 +190,9 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception as error:
             if self._failed is None:
                 raise
-            self._computations = [each for each in self._computations if whose not in (each, each.of_optimizer)]
+            self._computations = [
+                each for each in self._computations if whose not in (each, each.of_optimizer, each.judged)
+            ]
             self._followers = [each for each in self._followers if each is not whose]
             self._failed(error)
             return None
@@ -203,7 +205,7 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         running, failed: as of ``Twice``.
         parameters, buffers, by_hand: as of ``SecondComputation``.
         is_compiled: whether the step has compiled code, through which no power is followed.
-        in_fp64: whether FP32 operators of uncompiled code are computed in FP64 as well.
+        in_fp64: the seconds for computing FP32 operators of uncompiled code in FP64 as well.
     """
 
     def __init__(
@@ -214,7 +216,7 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         buffers: list[tuple[str, torch.Tensor]],
         is_compiled: bool,
         by_hand: bool = False,
-        in_fp64: bool = False,
+        in_fp64: float = 0.0,
     ) -> None:
         self._powers = PowersOfScale(running.path, parameters)
         self._step = WholeStep(running.path, parameters, buffers, by_hand)
@@ -222,8 +224,10 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         if not is_compiled:
             followers.append(self._powers)
         computations: list[Recomputation] = [self._step]
+        self._in_fp64: InFP64 | None = None
         if in_fp64 and not is_compiled:
-            computations.append(InFP64(running.path, parameters, self._step))
+            self._in_fp64 = InFP64(running.path, parameters, self._step, in_fp64)
+            computations.append(self._in_fp64)
         super().__init__(computations, running, followers, failed)
         self._thread = threading.get_ident()
 
@@ -251,8 +255,14 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         # A later computation reads the twins of an earlier one, which ends with its records.
         ended: list[Recomputation | Follower] = [*reversed(self._computations), *self._followers]
         left_out = next(filter(None, (each.left_out() for each in self._computations)), "")
+        records = [record for each in ended for record in self._attempt(each, each.records) or ()]
         self.stop()
-        return [record for each in ended for record in each.records()], left_out
+        return records, left_out
+
+    @property
+    def seconds_in_fp64(self) -> float:
+        """How long the step has been computed in FP64, the run's own operators included."""
+        return 0.0 if self._in_fp64 is None else self._in_fp64.seconds
 
 
 class SecondSteps(Guarded):
@@ -361,6 +371,7 @@ class SecondSteps(Guarded):
         if self._twice is None:
             return
         records, left_out = self._twice.end()
+        self._choice.took(self._twice.seconds_in_fp64)
         if self._twice.leave():
             self._twice = None
         self._choice.ends(records, self._recording.broken_phases())

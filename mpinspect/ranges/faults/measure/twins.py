@@ -100,7 +100,7 @@ class Twins:
         for twin in list(self._of.values()):
             storage = twin.storage()
             if storage is not None and twin.dtype is not torch.bool:
-                yield _whole(storage, twin.dtype), twin.values, twin.is_cast
+                yield whole(storage, twin.dtype), twin.values, twin.is_cast
 
     def written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Handle that tensors of the run are about to be written: twins that have their memory get a copy."""
@@ -126,7 +126,7 @@ class Twins:
             self._set(tensor, flat(twin), is_cast, is_shared=False)
             return
         dtype = torch.bool if tensor.dtype is torch.bool else self._wide
-        values = _whole(tensor.untyped_storage(), tensor.dtype).to(dtype, copy=True)
+        values = whole(tensor.untyped_storage(), tensor.dtype).to(dtype, copy=True)
         values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(twin)
         self._set(tensor, values, is_cast, is_shared=False)
 
@@ -210,7 +210,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), 0)
 
 
-def _whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+def whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of all elements of a storage, in one dimension."""
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))

@@ -54,7 +54,11 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
     smaller than a tenth of another step's, and if the errors grow in the backward.
     """
     first = first_event(case)
+    broke = {event.step for event in case.events if event.forward_finite is False or event.broken_phase == "backward"}
     for broken in case.recorded(BrokenInFP32):
+        if case.progress.steps and broken.step not in broke:
+            # It does no harm, as in a monitor or behind a clamp.
+            continue
         is_later, layer, step = beginning(broken, first)
         origin = origin_of(broken)
         is_beyond = broken.largest > FLOAT32.max_finite
@@ -113,7 +117,7 @@ class _Updates(Sentences):
 def _updates_lost_in_fp32(case: Case) -> Iterator[Found]:
     """Updates of a weight that FP32 rounds away, since the weight is large beside them, such as a coordinate in metres.
 
-    False alarms: Of a weight whose updates have become small, as at the end of a training, rounding takes most as well.
+    False alarms: A weight that is large beside its spread may have reached its optimum.
     """
     for lost in case.recorded(UpdatesLostInFP32):
         words = {
