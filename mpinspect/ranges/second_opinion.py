@@ -47,7 +47,7 @@ def second_opinion(
         The findings, the gravest first; none if every operator's exact result is the run's but for rounding.
 
     On a CPU it takes three to four times as long as the step, with ``fp64`` some six times, and memory for FP32 copies of its
-    16-bit tensors and FP64 copies of all, 2 GiB of each at most; after 20 s, of FP64 after 10 s, the rest is left out.
+    16-bit tensors and FP64 copies of all, 2 GiB of each at most; after 20 s, of FP64 after 5 s, the rest is left out.
     Synchronises the device.
 
     Raises:

@@ -147,6 +147,63 @@ def test_scaled_and_clipped_gradients_have_errors_of_fp32_alone_and_the_training
     assert session.notes == ()
 
 
+class EditingSGD(torch.optim.SGD):
+    """Changes the gradients in place before it steps."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad.add_(each, alpha=10.0)
+        return super().step(closure)
+
+
+def test_gradients_that_an_optimizer_edits_are_compared_as_it_takes_them():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = EditingSGD(model.parameters(), 1e-3)
+    with mpinspect.Inspector(model, second=[0]) as inspector:
+        take_step(optimizer, squares(model, torch.randn(16, 8)))
+    (error,) = [each.figures["error"] for each in inspector.session().measurements if each.what == "second-gradients"]
+    assert 0 < error < 1e-6
+
+
+def test_an_infinity_that_does_no_harm_is_not_reported():
+    """A monitor under no_grad, whose exponential FP32 does not hold."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with mpinspect.Inspector(model, second=[0]) as inspector:
+        loss = squares(model, torch.randn(16, 8))
+        assert (100 + 100 * loss.detach()).exp().isinf()
+        take_step(optimizer, loss)
+    assert "fp32-too-coarse" not in {each.id for each in inspector.report().findings}
+
+
+@pytest.mark.parametrize("write", [lambda x: x.numpy().fill(0.25), lambda x: x.view(torch.int32).fill_(1048576000)])
+def test_a_tensor_that_something_else_has_written_is_taken_as_it_is(write):
+    torch.manual_seed(0)
+
+    def loss(model, x):
+        x = x * 0.1
+        write(x)
+        return squares(model, x)
+
+    assert mpinspect.second_opinion(nn.Linear(8, 4), loss, torch.randn(16, 8)) == ()
+
+
+@pytest.mark.parametrize(
+    "function", [torch.linalg.slogdet, lambda x: (x, torch.linalg.solve(x, torch.ones(2, 1)).sum())]
+)
+def test_pivots_that_fp64_would_choose_otherwise_raise_no_alarm(function):
+    angle = torch.tensor(torch.pi / 4)
+    rotation = torch.stack([torch.stack([angle.cos(), -angle.sin()]), torch.stack([angle.sin(), angle.cos()])])
+    model = nn.Module()
+    model.weight = nn.Parameter(rotation)
+    found = mpinspect.second_opinion(model, lambda model, x: function(model.weight * x)[1] * 2, torch.tensor(1.1))
+    assert found == ()
+
+
 def test_the_first_chosen_steps_run_in_fp64_and_those_after_an_infinity():
     choice = StepChoice([1, 4, 9])
     assert [choice.begins(step) > 0 for step in (1, 4, 9)] == [True, True, False]

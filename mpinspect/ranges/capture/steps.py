@@ -445,7 +445,7 @@ class Kinds:
 
 
 #: The number of chosen steps whose FP32 operators are computed in FP64, and the seconds for all such steps of a run.
-_IN_FP64, MOST_SECONDS_IN_FP64 = 2, 10.0
+_IN_FP64, MOST_SECONDS_IN_FP64 = 2, 5.0
 
 
 class StepChoice:

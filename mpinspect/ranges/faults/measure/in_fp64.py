@@ -29,8 +29,8 @@ _LARGE = 1 << 26
 _MOST_SECONDS_OF_UPDATES, _MOST_ELEMENTS = 2.0, 1 << 24
 #: The least share of a weight in the effect of all updates, and the largest part of its own that rounding may leave for a record.
 _OF_WHOLE, _KEPT = 0.1, 0.5
-#: The largest spread of a weight's rows, relative to its largest magnitude, that is small.
-_SPREAD = 2.0**-8
+#: Smaller weights lose updates only once these are small, as at an optimum or a low learning rate.
+_LARGE_WEIGHT = 2.0**10
 #: The places of the two factors of a product among an operator's arguments.
 _FACTORS = {
     aten.mm: (0, 1),
@@ -213,7 +213,7 @@ class UpdatesInFP64(Recomputation):
             )
             for name, weight in self._weights.values()
             for exact, rounded in [self._effects[name]]
-            if exact >= _OF_WHOLE * whole > 0 and rounded <= _KEPT * exact and _is_far_from_zero(weight)
+            if exact >= _OF_WHOLE * whole > 0 and rounded <= _KEPT * exact and _largest(weight) >= _LARGE_WEIGHT
         ]
         self._end()
         return sorted(found, key=lambda each: each.exact)[-1:]
@@ -221,12 +221,6 @@ class UpdatesInFP64(Recomputation):
 
 def _largest(weight: torch.Tensor) -> float:
     return float(weight.detach().abs().max())
-
-
-def _is_far_from_zero(weight: torch.Tensor) -> bool:
-    """Return whether a weight is large beside the differences of its rows. Updates of others are lost once they are small."""
-    values = weight.detach().double()
-    return float((values - values.mean(0)).abs().max()) <= _SPREAD * _largest(weight)
 
 
 def _to_fp32(value: Any) -> Any:

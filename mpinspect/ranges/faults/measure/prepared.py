@@ -34,11 +34,11 @@ from mpinspect.ranges.faults.measure.operands import (
     numbers_of,
     summands,
 )
-from mpinspect.ranges.faults.measure.origins import Origins, sample
+from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.recomputation import Recomputation
 from mpinspect.ranges.faults.measure.second import SUMS
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
-from mpinspect.ranges.faults.measure.twins import OF_16_BITS, OF_FP32, Marks, Widening, distance, is_finite, whole
+from mpinspect.ranges.faults.measure.twins import OF_16_BITS, OF_FP32, Marks, Widening, distance, is_finite
 from mpinspect.ranges.records import BEFORE_STEPS, AbsorbedOperand, GradientsError, PreparedError, Record
 from mpinspect.reporting.words import format_name, number_of, percent
 from mpinspect.runtime.device import is_capturing
@@ -61,8 +61,10 @@ _FEWEST = 16
 _ROUNDED = 2.0**-20
 #: The bits of an error that one operator must add, as a difference that cancels does.
 _AT_ONCE = 6.0
-#: Number of elements by which a later write is noticed.
-_SAMPLE = 64
+#: Operators with jumps, whose results differ far for nearly equal arguments.
+_JUMPING = frozenset(
+    {aten.frac, aten.floor, aten.ceil, aten.round, aten.trunc, aten.remainder, aten.fmod, aten.sign, aten.floor_divide}
+)
 _PRODUCTS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm})
 _TINY = torch.finfo(torch.float32).tiny
 #: The size of an element, relative to the largest one, below which FP16 would lose it beside that one in any sum.
@@ -93,10 +95,8 @@ class PreparedTensors(Recomputation):
         self._origins = Origins(origins.OF_FP32 if self._is_of_fp32 else origins.OF_16_BITS)
         self._sums = RunningSums()
         self._growth = Growth(2.0**-24)
-        #: Whether a tensor's exact values are zero but for rounding, or computed from such.
-        self._zeros: Marks[bool] = Marks()
-        #: Some elements of tensors with twins, as they were last written.
-        self._samples: Marks[torch.Tensor] = Marks()
+        #: Whether a tensor's values depend on rounding alone, or are computed from such.
+        self._arbitrary: Marks[bool] = Marks()
         #: The running sums that had lost most of their terms when the time was used up.
         self._lost: list[AbsorbedOperand] = []
         #: The operators (name, line, module and dtype) to which tensors owe infinities and NaNs, or elements that were flushed.
@@ -194,18 +194,14 @@ class PreparedTensors(Recomputation):
     def _follow_in_fp32(
         self, pending: Pending, operands: list[torch.Tensor], value: torch.Tensor, twin: torch.Tensor
     ) -> None:
-        """Follow errors, and results that are zero but for rounding: a check, such as the mean of standardised data."""
+        """Follow errors, and results that depend on rounding alone: zeros, as the mean of standardised data, and jumps."""
         if is_finite(value) and is_finite(twin):
             self._growth.ran(operands, value, value, twin, partial(self._record, pending, value, GradientsError))
         largest = max((float(each.abs().max()) for each in operands if each.numel()), default=0.0)
         is_sum = pending.func.overloadpacket in SUMS | DIFFERENCES | _PRODUCTS
         is_zero = is_sum and float(twin.abs().max()) <= _ROUNDED * largest
-        is_of_zeros = any(map(self._zeros.of, operands))
-        self._zeros.put(value, is_zero or is_of_zeros or None)
-
-    def _keep(self, value: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool) -> None:
-        super()._keep(value, twin, is_cast, is_ours)
-        self._samples.put(value, sample(whole(value.untyped_storage(), value.dtype), _SAMPLE).clone())
+        is_arbitrary = is_zero or pending.func.overloadpacket in _JUMPING or any(map(self._arbitrary.of, operands))
+        self._arbitrary.put(value, is_arbitrary or None)
 
     def _is_unique(self, func: Any, place: int, result: Any, exact: Any) -> bool:
         return not self._is_of_fp32 or is_unique(func, place, result, exact)
@@ -217,10 +213,6 @@ class PreparedTensors(Recomputation):
         """Return records of the operators whose errors are in tensors that are left, the worst first. Waits for the device."""
         found: dict[tuple[str, ...], PreparedError] = {}
         for value, twin, is_cast in self._twins.living():
-            seen = self._samples.of(value)
-            if seen is not None and not torch.equal(sample(value, _SAMPLE).nan_to_num(), seen.nan_to_num()):
-                # Something else has written the memory, such as NumPy.
-                continue
             record = self._of_cast(value, twin) if is_cast else self._of_result(value, twin)
             if record is not None:
                 known = found.setdefault(record.names, record)
@@ -255,7 +247,7 @@ class PreparedTensors(Recomputation):
 
     def _of_result_in_fp32(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
         """Return the record of a tensor in FP32 whose error is large beside the differences of its elements, as of dates."""
-        if twin.numel() < _FEWEST or not is_finite(value) or self._zeros.of(value):
+        if twin.numel() < _FEWEST or not is_finite(value) or self._arbitrary.of(value):
             return None
         if self._growth.at_once() < _AT_ONCE:
             # Data of a chaotic recurrence are as good with another rounding.

@@ -99,7 +99,8 @@ class Recomputation:
         self._widening = widening
         #: The name of operators outside of a backward.
         self._phase = "forward"
-        self._twins = Twins(widening.wide)
+        # With 16 bits, memory that NumPy shares is rare.
+        self._twins = Twins(widening.wide, checks=torch.float32 in widening.narrow)
         #: The modules of forward operators, by the sequence number of their autograd node.
         self._modules: dict[int, str] = {}
         self._makers = Makers()

@@ -255,9 +255,8 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         # A later computation reads the twins of an earlier one, which ends with its records.
         ended: list[Recomputation | Follower] = [*reversed(self._computations), *self._followers]
         left_out = next(filter(None, (each.left_out() for each in self._computations)), "")
-        records = [record for each in ended for record in self._attempt(each, each.records) or ()]
         self.stop()
-        return records, left_out
+        return [record for each in ended for record in self._attempt(each, each.records) or ()], left_out
 
     @property
     def seconds_in_fp64(self) -> float:

@@ -15,6 +15,8 @@ from mpinspect.runtime.storages import StorageReference, storage_key
 
 #: Elements that are compared in FP32 at once, so that the copies stay in the processor's cache.
 _PIECE = 1 << 17
+#: Number of elements by which a write is noticed.
+_SEEN = 64
 #: A gradient of this part of the largest one, by root mean square, is zero but for rounding in FP32.
 ZERO_BUT_FOR_ROUNDING = 2.0**-20
 
@@ -60,10 +62,13 @@ class Twins:
 
     Args:
         wide: the dtype of the twins of numbers.
+        checks: whether writes by other means than torch's operators, such as NumPy's, are looked for: such a tensor is exact.
     """
 
-    def __init__(self, wide: torch.dtype) -> None:
-        self._wide = wide
+    def __init__(self, wide: torch.dtype, checks: bool = False) -> None:
+        self._wide, self._checks = wide, checks
+        #: Some elements of storages with twins, as an operator has written them last.
+        self._seen: dict[int, torch.Tensor] = {}
         self._of: dict[int, Twin] = {}
         #: The storages whose twins have shared memory, by that memory's storage, which may be a tensor's of the run.
         self._borrowers: defaultdict[int, list[int]] = defaultdict(list)
@@ -76,7 +81,7 @@ class Twins:
         twin = self._of.get(key)
         if twin is None:
             return None
-        if twin.dtype != tensor.dtype:
+        if twin.dtype != tensor.dtype or self._is_overwritten(key):
             self._drop(key)
             return None
         return twin.values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -97,14 +102,15 @@ class Twins:
 
     def living(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
         """Yield each storage that has a twin as one dimension, the twin, and whether its values were only cast."""
-        for twin in list(self._of.values()):
+        for key, twin in list(self._of.items()):
             storage = twin.storage()
-            if storage is not None and twin.dtype is not torch.bool:
+            if storage is not None and twin.dtype is not torch.bool and not self._is_overwritten(key):
                 yield whole(storage, twin.dtype), twin.values, twin.is_cast
 
     def written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Handle that tensors of the run are about to be written: twins that have their memory get a copy."""
         for each in tensors:
+            self._seen.pop(storage_key(each), None)
             for key in self._borrowers.pop(storage_key(each), ()):
                 self._part(key)
 
@@ -116,6 +122,7 @@ class Twins:
         own = self.to_write(tensor)
         if own.data_ptr() != twin.data_ptr():
             own.copy_(twin)
+        self._see(key)
 
     def add(self, tensor: torch.Tensor, twin: torch.Tensor, is_cast: bool, is_ours: bool = False) -> None:
         """Remember a tensor's twin. Other elements of its storage retain their values.
@@ -149,6 +156,7 @@ class Twins:
     def clear(self) -> None:
         """Forget all twins."""
         self._of.clear()
+        self._seen.clear()
         self._borrowers.clear()
         self.bytes = 0
 
@@ -159,6 +167,20 @@ class Twins:
         storage = weakref.ref(tensor.untyped_storage(), partial(_died, weakref.ref(self), key))
         self._of[key] = Twin(storage, tensor.dtype, values, is_cast, is_shared)
         self.bytes += values.nbytes
+        self._see(key)
+
+    def _see(self, key: int) -> None:
+        storage = self._of[key].storage()
+        if self._checks and storage is not None:
+            self._seen[key] = _few(storage, self._of[key].dtype).clone()
+
+    def _is_overwritten(self, key: int) -> bool:
+        """Return whether a storage has other elements than an operator has written. Waits for the device."""
+        seen, storage = self._seen.get(key), self._of[key].storage()
+        if seen is None or storage is None:
+            return False
+        now = _few(storage, self._of[key].dtype)
+        return not bool(((now == seen) | ((now != now) & (seen != seen))).all())
 
     def _part(self, key: int) -> None:
         """Give a twin memory of its own."""
@@ -168,6 +190,7 @@ class Twins:
 
     def _drop(self, key: int) -> None:
         twin = self._of.pop(key, None)
+        self._seen.pop(key, None)
         if twin is not None:
             self.bytes -= twin.values.nbytes
 
@@ -214,6 +237,12 @@ def whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of all elements of a storage, in one dimension."""
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
+
+
+def _few(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+    """Return some elements of a storage, evenly spread."""
+    elements = whole(storage, dtype)
+    return elements[:: max(1, len(elements) // _SEEN)]
 
 
 def _covers(tensor: torch.Tensor) -> bool:

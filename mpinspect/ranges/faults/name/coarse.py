@@ -18,7 +18,14 @@ from mpinspect.ranges.faults.name.operators import (
     percent_up_to,
     words_of,
 )
-from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, ExpandedDistance, GradientsError, UpdatesLostInFP32
+from mpinspect.ranges.records import (
+    FP32_OFF,
+    BrokenInFP32,
+    BrokenLoss,
+    ExpandedDistance,
+    GradientsError,
+    UpdatesLostInFP32,
+)
 from mpinspect.reporting.sentences import Sentences
 
 
@@ -54,7 +61,7 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
     smaller than a tenth of another step's, and if the errors grow in the backward.
     """
     first = first_event(case)
-    broke = {event.step for event in case.events if event.forward_finite is False or event.broken_phase == "backward"}
+    broke = {event.step for event in case.events} | {each.step for each in case.recorded(BrokenLoss)}
     for broken in case.recorded(BrokenInFP32):
         if case.progress.steps and broken.step not in broke:
             # It does no harm, as in a monitor or behind a clamp.
@@ -117,7 +124,8 @@ class _Updates(Sentences):
 def _updates_lost_in_fp32(case: Case) -> Iterator[Found]:
     """Updates of a weight that FP32 rounds away, since the weight is large beside them, such as a coordinate in metres.
 
-    False alarms: A weight that is large beside its spread may have reached its optimum.
+    False alarms: Weights below 1,024 are left out: they lose updates only once these are small. A larger one may have reached its
+    optimum.
     """
     for lost in case.recorded(UpdatesLostInFP32):
         words = {
