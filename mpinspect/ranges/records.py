@@ -714,6 +714,7 @@ class BornInfinite(Record, kind="second-born"):
         near: the largest magnitude of the first result near FP16's end.
         is_last: 1 if the fifth and further names are those of the last operator in 16 bits before an operator in FP32.
         is_negative: 1 if all of them are -inf, as in a mask.
+        is_unused: 1 if the operator has no gradient, and nothing with one took its result in that step.
 
     The names from the fifth on are the operator, line, module and dtype of that result, or, if ``largest`` is 0, of the rounding
     that made most of the error of the inputs.
@@ -726,6 +727,7 @@ class BornInfinite(Record, kind="second-born"):
     near: float | None = None
     is_last: float = 0
     is_negative: float = 0
+    is_unused: float = 0
 
 
 class NearestEnd(Record, kind="second-nearest-end"):

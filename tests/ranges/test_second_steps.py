@@ -565,3 +565,19 @@ def test_a_determinant_that_16_bits_made_negative_names_the_last_operator_in_16_
     assert (born.figures["is_last"], born.names[1]) == (1, f"test_second_steps.py:{first_line + 12}")
     assert born.names[5] == f"test_second_steps.py:{first_line + 11}"
     assert "z.float()" in next(each.code for each in inspector.report().findings if each.id == "input-rounded-away")
+
+
+@pytest.mark.parametrize(("is_used", "severity"), [(False, "info"), (True, "warning")])
+def test_an_overflow_outside_of_the_graph_is_an_info_unless_something_with_a_gradient_takes_it(is_used, severity):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with mpinspect.Inspector(model, second=[0]) as inspector:
+        with torch.autocast("cpu", torch.float16):
+            output = model(torch.randn(8, 4))
+        with torch.no_grad():
+            energy = (output.half() + 300).square().amax()
+        scale = energy.float().rsqrt() if is_used else 1.0
+        take_step(optimizer, ((output.float() * scale) - 1).square().mean())
+    (found,) = [each for each in inspector.report().findings if each.id == "overflow-in-operator"]
+    assert found.severity == severity

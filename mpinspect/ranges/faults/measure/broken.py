@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from mpinspect.ranges.faults.measure.operands import (
     is_decision,
     is_in_forward,
     numbers_of,
+    takes_gradient,
 )
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.recomputation import Makers
-from mpinspect.ranges.faults.measure.twins import is_finite
+from mpinspect.ranges.faults.measure.twins import Marks, is_finite
 from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.user_line import innermost_line
+
+aten = torch.ops.aten
 
 #: The logarithm of FP16's largest number.
 _LARGEST_EXPONENT = math.log(65504)
@@ -48,6 +52,9 @@ class Broken:
     def __init__(self, origins: Origins, makers: Makers) -> None:
         self._origins, self._makers = origins, makers
         self.born: list[BornInfinite] = []
+        #: The results of such operators outside of autograd's graph, and the tensors computed from them, by their records.
+        self._aside: Marks[BornInfinite] = Marks()
+        self._unused: set[BornInfinite] = set()
         self._alike: list[BrokenAlike] = []
         #: The largest argument of the first exponential in FP32 that FP16 can't hold, and its line.
         self._exponent: tuple[float, str] | None = None
@@ -58,6 +65,22 @@ class Broken:
             largest = float(argument.detach().max())
             if _LARGEST_EXPONENT < largest < math.inf:
                 self._exponent = largest, innermost_line(sys._getframe())
+
+    def takes(self, operator: Any, arguments: tuple[Any, ...]) -> None:
+        """Notice that an operator takes infinities from outside of the graph into it, or into a tensor that persists."""
+        if not self._unused:
+            return
+        is_used = takes_gradient(arguments) or operator is aten.copy_
+        for each in leaves(arguments):
+            if is_used and has_numbers(each) and (record := self._aside.of(each)) is not None:
+                self._unused.discard(record)
+
+    def passed_on(self, operands: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
+        """Follow infinities from outside of the graph to an operator's results."""
+        if self._unused:
+            record = next(filter(None, map(self._aside.of, operands)), None)
+            for each in results:
+                self._aside.put(each, record)
 
     def judge(
         self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: torch.Tensor, describe: _Describe
@@ -104,7 +127,11 @@ class Broken:
                 names, figures["is_last"] = self._last_narrow(given), 1.0
         elif is_in_forward() and (near := self._origins.of_overflow(operands, largest)):
             names, figures["near"] = near.names, near.largest
-        self.born.append(self._makers.placed(describe(BornInfinite, line, *names, **figures)))
+        record: BornInfinite = self._makers.placed(describe(BornInfinite, line, *names, **figures))
+        self.born.append(record)
+        if pending.node is None and is_in_forward():
+            self._aside.put(value, record)
+            self._unused.add(record)
 
     def _last_narrow(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """Return the operator, line, module and dtype of the last operator in 16 bits before some tensors; () if unknown."""
@@ -118,6 +145,8 @@ class Broken:
         """Return the first operator that broke, and the same operator where it broke on further lines."""
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._alike.sort(key=lambda each: not each.from_finite)
+        self.born = [replace(each, is_unused=1.0) if each in self._unused else each for each in self.born]
+        self.born.sort(key=lambda each: each.is_unused)
         return [
             *(each for found in (self.born, self._alike) for each in found[:1]),
             *(each for found in (self.born, self._alike) for each in _further(found)),

@@ -170,6 +170,7 @@ class SecondComputation(Recomputation):
         if func.overloadpacket is aten.exp:
             self._broken.exponential(args[0])
         if is_in_forward():
+            self._broken.takes(func.overloadpacket, args)
             self._edges.called(func.overloadpacket, args)
             self._read_casts(func, args)
             self._read_divisor(func, args)
@@ -258,6 +259,7 @@ class SecondComputation(Recomputation):
             return
         self._kept.ran(pending.func, pending.given[0], results)
         self._read_numbers(pending, result)
+        self._broken.passed_on(numbers_of(pending.given[0]), results)
         super()._ran(pending, result, results)
 
     def _judge(self, pending: Pending, results: list[torch.Tensor]) -> None:

@@ -132,8 +132,8 @@ def _overflow_in_operator(case: Case) -> Iterator[Found]:
     """An operator whose result in 16 bits overflows, where the exact one is finite: of the forward, of an optimizer's step, or of
     a backward that breaks at loss scales below 2^-8 too.
 
-    False alarms: The overflow is measured. If nothing else broke, -inf that the exact computation does not have, as in a mask, is
-    an info.
+    False alarms: The overflow is measured. If nothing else broke, it is an info if it is -inf, as in a mask, or if nothing with a
+    gradient took it, as of a monitor.
     """
     return (found for found in _born_infinite(case) if found.evidence["largest"])
 
@@ -205,7 +205,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         operator="" if origin else born.names[0],
         is_grave=first is not None,
         # A softmax, an exponential and a maximum take -inf as they take a large negative number.
-        is_mild=first is None and bool(born.is_negative),
+        is_mild=first is None and bool(born.is_negative or born.is_unused),
         before=[
             *([origin.names[1]] if origin else born.names[3:4]),
             *(bound.names[5:] if bound else ()),
