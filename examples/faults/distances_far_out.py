@@ -1,7 +1,7 @@
 """Distances of map coordinates in metres, by torch.cdist in FP32: the squares of the coordinates swallow those of distances."""
 
 # Thread: https://github.com/pytorch/pytorch/issues/57690
-# Finding: result-is-rounding-error in distances, from step 1
+# Finding: fp32-too-coarse in distances, from step 1
 import torch
 from torch import nn
 

@@ -1039,20 +1039,6 @@ class TruncatedWrite(Record, kind="second-truncated"):
     exact: float
 
 
-class ExpandedDistance(Record, kind="second-distance"):
-    """Distances that were computed from sums of large squares.
-
-    Args:
-        error: the norm of their error, relative to that of the exact ones.
-        largest: the largest magnitude of a coordinate.
-        typical: the median of the exact distances.
-    """
-
-    error: float
-    largest: float
-    typical: float
-
-
 class ChangedChoices(Record, kind="second-choices"):
     """Integers or a mask that 16-bit numbers decide, other than in FP32, and that are used as indices, weights or conditions.
 

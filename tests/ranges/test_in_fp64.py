@@ -51,6 +51,28 @@ def test_the_error_of_the_gradients_is_that_of_the_same_step_in_float64(degree, 
     assert "powers.mT @ powers" in found.code
 
 
+@pytest.mark.parametrize(
+    ("centre", "mode", "is_found"),
+    [
+        (5e6, "use_mm_for_euclid_dist", True),
+        (5e6, "donot_use_mm_for_euclid_dist", False),
+        (0.0, "use_mm_for_euclid_dist", False),
+    ],
+)
+def test_distances_that_are_the_difference_of_large_squares_are_reported(centre, mode, is_found):
+    torch.manual_seed(0)
+    points = centre + 1000 * torch.rand(40, 2)
+
+    def loss(model, points):
+        return squares(model, torch.cdist(points[:30], points, compute_mode=mode) / 1000)
+
+    found = mpinspect.second_opinion(nn.Linear(40, 1), loss, points)
+    assert [each.id for each in found] == ["fp32-too-coarse"] * is_found
+    for each in found:
+        assert each.evidence["operator"] == "_euclidean_dist"
+        assert "donot_use_mm_for_euclid_dist" in each.code
+
+
 class Spread(nn.Module):
     """The square root of a mean of squares less the square of a mean."""
 

@@ -13,8 +13,8 @@ from trainings import take_step
 
 import mpinspect
 from mpinspect.ranges.capture.steps import LossLevel, StepChoice
-from mpinspect.ranges.faults.measure.lossy_calls import LossyCalls
 from mpinspect.ranges.faults.measure.second import SecondComputation
+from mpinspect.ranges.faults.measure.truncated_writes import TruncatedWrites
 from mpinspect.ranges.records import BornInfinite
 
 
@@ -156,7 +156,9 @@ def test_a_run_that_ends_within_the_step_leaves_no_mode():
     assert training.steps_of() == []
 
 
-@pytest.mark.parametrize(("owner", "method", "steps"), [(SecondComputation, "after", []), (LossyCalls, "ran", [1])])
+@pytest.mark.parametrize(
+    ("owner", "method", "steps"), [(SecondComputation, "after", []), (TruncatedWrites, "ran", [1])]
+)
 def test_an_error_of_ours_costs_the_work_of_one_instrument_in_that_step(owner, method, steps, monkeypatch):
     def fail(*_):
         raise RuntimeError("planted")

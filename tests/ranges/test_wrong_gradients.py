@@ -382,32 +382,6 @@ def test_a_constant_factor_of_all_losses_is_taken_for_a_loss_scale_if_it_is_larg
 
 
 @pytest.mark.parametrize(
-    ("centre", "mode", "is_found"),
-    [
-        (5e6, "use_mm_for_euclid_dist", True),
-        (5e6, "donot_use_mm_for_euclid_dist", False),
-        (0.0, "use_mm_for_euclid_dist", False),
-    ],
-)
-def test_distances_that_are_the_difference_of_large_squares_are_reported(centre, mode, is_found):
-    torch.manual_seed(0)
-    model = nn.Linear(40, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    points = centre + 1000 * torch.rand(40, 2)
-
-    def loss(step):
-        return model(torch.cdist(points[:30], points, compute_mode=mode) / 1000).square().mean()
-
-    found, _ = inspected(model, optimizer, loss)
-    finding = found.get("result-is-rounding-error")
-    assert (finding is not None) == is_found
-    if finding is not None:
-        exact = torch.cdist(points[:30].double(), points.double(), compute_mode="donot_use_mm_for_euclid_dist")
-        given = torch.cdist(points[:30], points, compute_mode=mode)
-        assert finding.evidence["error"] == pytest.approx(float((given - exact).norm() / exact.norm()), rel=1e-6)
-
-
-@pytest.mark.parametrize(
     ("make", "is_found"),
     [
         (lambda actions, values: torch.zeros_like(actions), True),

@@ -18,12 +18,12 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import LATER_STEPS, StepChoice, StepClock
 from mpinspect.ranges.capture.weights import RarerWork
 from mpinspect.ranges.faults.measure.in_fp64 import InFP64
-from mpinspect.ranges.faults.measure.lossy_calls import LossyCalls
 from mpinspect.ranges.faults.measure.operands import OperatorCall
 from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.recomputation import Recomputation
 from mpinspect.ranges.faults.measure.stuck_numbers import StuckNumbers
+from mpinspect.ranges.faults.measure.truncated_writes import TruncatedWrites
 from mpinspect.ranges.records import Record
 from mpinspect.runtime.compiled_graphs import KEEPING, CallsGraphs, is_any_compiled
 from mpinspect.runtime.dispatch import doubt, obstacle
@@ -220,7 +220,7 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
     ) -> None:
         self._powers = PowersOfScale(running.path, parameters)
         self._step = WholeStep(running.path, parameters, buffers, by_hand)
-        followers: list[Follower] = [StuckNumbers(running.path), LossyCalls(running.path)]
+        followers: list[Follower] = [StuckNumbers(running.path), TruncatedWrites(running.path)]
         if not is_compiled:
             followers.append(self._powers)
         computations: list[Recomputation] = [self._step]

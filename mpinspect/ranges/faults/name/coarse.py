@@ -22,7 +22,6 @@ from mpinspect.ranges.records import (
     FP32_OFF,
     BrokenInFP32,
     BrokenLoss,
-    ExpandedDistance,
     GradientsError,
     UpdatesLostInFP32,
 )
@@ -49,7 +48,12 @@ class _Coarse(Sentences):
         "Compute in FP64 from {origin_place} to {place}. Or change the formula: subtract a centre or a mean from large numbers "
         "before they are squared, multiplied or added up."
     )
+    BY_DIFFERENCES = (
+        "torch.cdist computes these distances from squares, |a|^2 + |b|^2 - 2ab. Subtract the points' centre before, or have the "
+        "distances computed from differences."
+    )
     BEYOND = "Its value exceeds FP32's largest number, 3.4e38. Bound it, or compute with its logarithm."
+    NO_PRODUCT = 'exact = "donot_use_mm_for_euclid_dist"\ndistances = torch.cdist(\n    a, b, compute_mode=exact\n)'
     DOUBLE = "y = {in_fp64}\n# the result may return to FP32\ny = y.float()"
 
 
@@ -88,19 +92,18 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
             step=step,
         )
         return
-    known = {each.names[1] for each in case.recorded(ExpandedDistance)}
     errors = of_learning_steps(each for each in case.recorded(GradientsError) if each.text == FLOAT32.name)
     for off in errors:
         # Gradients that cancel, as at an optimum, are rounding error in any precision: their errors grow in the backward.
         is_of_forward = off.names[2] == "forward"
-        if off.error >= FP32_OFF and off.share >= CONCENTRATED and is_of_forward and off.names[1] not in known:
+        if off.error >= FP32_OFF and off.share >= CONCENTRATED and is_of_forward:
             words = {"off_by": percent_up_to(off.error), "in_fp64": expression(off.names[0], ".double()")}
-            is_grave = off.error >= 1
+            is_grave, is_distance = off.error >= 1, off.names[0] == "_euclidean_dist"
             yield found_at(
                 off,
                 (_Coarse.OFF, _Coarse.GROWS),
-                _Coarse.FP64,
-                _Coarse.DOUBLE,
+                _Coarse.BY_DIFFERENCES.when(is_distance) or _Coarse.FP64,
+                _Coarse.NO_PRODUCT.when(is_distance) or _Coarse.DOUBLE,
                 words,
                 is_grave=is_grave,
                 operator=off.names[0],

@@ -32,7 +32,6 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     BornInfinite,
     DividedInHalf,
-    ExpandedDistance,
     FlushedResult,
     FrozenBuffer,
     GradientsError,
@@ -456,15 +455,6 @@ class _Left(Sentences):
         "In step {measured}, in {origin_place}, {origin_operator} rounds to {origin_dtype:format}, and in {place}, {operator} "
         "multiplies that error by {times:.0f}: its {inputs} off by {before:percent}, its result is off by {off}."
     )
-    EXPANDED = (
-        "In step {step}, in {place}, distances of points with coordinates up to {largest:.4g} are off by {off}. torch.cdist "
-        "computes them from squares, |a|^2 + |b|^2 - 2ab, whose rounding in FP32 is not small beside the squares of these "
-        "distances, {typical:.3g} in the median. Autocast has no part in that."
-    )
-    BY_DIFFERENCES = (
-        "Subtract the points' centre before their distances are computed, or have these computed from differences."
-    )
-    NO_PRODUCT = 'exact = "donot_use_mm_for_euclid_dist"\ndistances = torch.cdist(\n    a, b, compute_mode=exact\n)'
     SIGN_OF_ZERO = (
         "In step {measured}, in {place}, a sign is 0 for numbers that were flushed to zero: in FP32 they differ from it, and the "
         "signs are off by {off}."
@@ -511,7 +501,6 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
     follows, except for a difference in 16 bits outside of modules, as in a loss. The finding is inferred for data of 16 bits with
     fractions, and beyond 2^24 in FP32: the numbers may be multiples of the format's spacing by chance.
     """
-    yield from _distances_lost(case)
     first = first_event(case)
     flushed = _flushed_lines(case)
     others = (each for each in case.recorded(AmplifiedError) if each.names[1] not in flushed)
@@ -552,13 +541,6 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
             before=[origin.names[1]] if origin else [],
             step=step,
         )
-
-
-def _distances_lost(case: Case) -> Iterator[Found]:
-    """Yield distances that are the small difference of large squares."""
-    for found in by_place(case.recorded(ExpandedDistance), "error"):
-        off = {"off": percent_up_to(found.error)}
-        yield found_at(found, _Left.EXPANDED, _Left.BY_DIFFERENCES, _Left.NO_PRODUCT, off)
 
 
 def _of_rounded_numbers(cancelled: AmplifiedError, case: Case) -> Found:

@@ -37,6 +37,7 @@ _IN_WORDS = {
     "addmm": "a linear layer",
     "bmm": "a batched matrix product",
     "_softmax": "softmax",
+    "_euclidean_dist": "cdist",
     "linalg_inv_ex": "an inverse",
     "linalg_cholesky_ex": "a Cholesky decomposition",
     "_linalg_solve_ex": "the solution of a linear system",
