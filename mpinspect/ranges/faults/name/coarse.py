@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FLOAT32
 from mpinspect.ranges.faults.name.case import Case
-from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
+from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.infinities import beginning, first_event
 from mpinspect.ranges.faults.name.operators import (
     CONCENTRATED,
@@ -26,6 +26,9 @@ from mpinspect.ranges.records import (
     UpdatesLostInFP32,
 )
 from mpinspect.reporting.sentences import Sentences
+
+#: The steps that are computed in FP64.
+_IN_FP64 = "in one early step, in step 30 and in steps after an infinity or NaN"
 
 
 class _Coarse(Sentences):
@@ -149,8 +152,8 @@ FAULTS = (
         _fp32_too_coarse,
         (_Coarse,),
         ("non-finite-event", "argument-out-of-range", "result-is-rounding-error"),
-        checked=TWICE,
+        checked=_IN_FP64,
         heading="FP32 is too coarse",
     ),
-    Fault("updates-lost-in-fp32", "warning", _updates_lost_in_fp32, (_Updates,), checked=TWICE),
+    Fault("updates-lost-in-fp32", "warning", _updates_lost_in_fp32, (_Updates,), checked=_IN_FP64),
 )
