@@ -750,6 +750,18 @@ class BrokenInFP32(Record, kind="second-broken-in-fp32"):
     largest: float
 
 
+class FlushedInFP32(Record, kind="second-flushed-in-fp32"):
+    """The first operator with a gradient whose result is zero throughout in FP32, and not in FP64.
+
+    Args:
+        elements: the number of its elements.
+        largest: their largest magnitude in FP64.
+    """
+
+    elements: float
+    largest: float
+
+
 class UpdatesLostInFP32(Record, kind="second-fp32-updates"):
     """An FP32 weight whose updates rounding takes most of. ``name``: the weight.
 

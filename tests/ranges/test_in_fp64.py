@@ -103,6 +103,22 @@ def test_a_nan_that_fp64_does_not_have_has_the_line_at_which_the_errors_grew(cen
         assert "(x * x).mean(-1) - x.mean(-1) ** 2" in each.code
 
 
+@pytest.mark.parametrize(("size", "is_found"), [(1e-4, True), (0.1, False)])
+def test_a_determinant_that_fp32_flushes_is_named_with_its_value_in_fp64(size, is_found):
+    torch.manual_seed(0)
+
+    def loss(model, x):
+        spread = model(x).square() + 1
+        return torch.det(spread[:, None] * size * torch.eye(16)).clamp_min(1e-38).log().mean()
+
+    found = mpinspect.second_opinion(nn.Linear(16, 16), loss, torch.randn(4, 16))
+    assert [each.id for each in found] == ["fp32-too-coarse"] * is_found
+    for each in found:
+        assert (each.evidence["operator"], each.evidence["elements"]) == ("_linalg_det", 4)
+        assert 0 < each.evidence["largest"] < 1.5e-45
+        assert "slogdet" in each.code
+
+
 def loss_of(dtype):
     def loss(model, x):
         with torch.autocast("cpu", dtype, enabled=dtype is not None):

@@ -217,16 +217,18 @@ def test_an_error_that_a_cast_begins_names_the_cast_and_the_line_at_which_it_gro
 
 
 @pytest.mark.parametrize(
-    ("records", "step"),
+    ("records", "phase", "step"),
     [
-        ([(1, 0.04, 1.0, 0.0), (31, 0.9, 1.0, 0.0)], 31),
-        # Converged, or made of zeros.
-        ([(1, 0.04, 1.0, 0.0), (31, 0.9, 0.01, 0.0)], None),
-        ([(1, 0.9, 1.0, 0.8)], None),
+        ([(1, 0.04, 1.0, 0.0), (31, 0.9, 1.0, 0.0)], "forward", 31),
+        # Of a model that has converged.
+        ([(1, 0.04, 1.0, 0.0), (31, 0.9, 0.01, 0.0)], "forward", None),
+        # The backward flushed the gradients, or it multiplied by a zero of the forward.
+        ([(1, 0.9, 1.0, 0.8)], "backward", None),
+        ([(1, 0.9, 1.0, 0.8)], "forward", 1),
     ],
 )
-def test_errors_of_small_gradients_and_of_zeros_are_not_reported(records, step):
-    place = {"names": ("mul", "train.py:7", "forward"), "text": "bfloat16", "off": 3, "of": 4, "share": 0.9}
+def test_errors_of_small_gradients_and_zeros_of_the_backward_are_not_reported(records, phase, step):
+    place = {"names": ("mul", "train.py:7", phase), "text": "bfloat16", "off": 3, "of": 4, "share": 0.9}
     measured = [
         GradientsError(step=at, error=error, size=size, zeroed=zeroed, **place).measurement()
         for at, error, size, zeroed in records

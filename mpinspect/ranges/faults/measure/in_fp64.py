@@ -12,10 +12,10 @@ import torch
 
 from mpinspect.ranges.capture.steps import MOST_SECONDS_IN_FP64
 from mpinspect.ranges.faults.measure.growth import Growth
-from mpinspect.ranges.faults.measure.operands import Pending, has_numbers, is_integer, mapped, numbers_of
+from mpinspect.ranges.faults.measure.operands import Pending, has_numbers, is_integer, local_result, mapped, numbers_of
 from mpinspect.ranges.faults.measure.recomputation import Recomputation, relative_error
 from mpinspect.ranges.faults.measure.twins import OF_ALL, OF_FP32, is_finite
-from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, GradientsError, Record, UpdatesLostInFP32
+from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, FlushedInFP32, GradientsError, Record, UpdatesLostInFP32
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.storages import storage_key
 
@@ -107,6 +107,7 @@ class InFP64(Recomputation):
         self._seconds = seconds
         self._growth = Growth(_ROUNDING)
         self._broken: BrokenInFP32 | None = None
+        self._flushed: FlushedInFP32 | None = None
         self._updates: UpdatesInFP64 | None = None
 
     def _is_used_up(self) -> bool:
@@ -135,6 +136,7 @@ class InFP64(Recomputation):
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         in_fp32 = self._in_fp32.exact(value)
         if is_finite(in_fp32):
+            self._find_flushed(pending, in_fp32, twin)
             self._growth.ran(
                 numbers_of(pending.given[0]), value, in_fp32, twin, partial(self._placed, pending, in_fp32)
             )
@@ -146,6 +148,14 @@ class InFP64(Recomputation):
                 origin = () if worst is None else (*worst.names[:2], worst.name, worst.text)
                 figures = {"elements": float(where.sum()), "largest": float(twin[where].abs().max())}
                 self._broken = self._makers.placed(self._record(pending, in_fp32, BrokenInFP32, "", *origin, **figures))
+
+    def _find_flushed(self, pending: Pending, in_fp32: torch.Tensor, twin: torch.Tensor) -> None:
+        """Record the first result of the graph that is zero throughout in FP32 alone, such as a determinant."""
+        if self._flushed is not None or pending.node is None or bool(in_fp32.any()) or not bool(twin.any()):
+            return
+        if bool(local_result(pending, twin).any()):
+            figures = {"elements": in_fp32.numel(), "largest": float(twin.abs().max())}
+            self._flushed = self._record(pending, in_fp32, FlushedInFP32, **figures)
 
     def _placed(self, pending: Pending, in_fp32: torch.Tensor) -> GradientsError:
         placed: GradientsError = self._makers.placed(self._record(pending, in_fp32, GradientsError))
@@ -162,7 +172,7 @@ class InFP64(Recomputation):
             found += self._of_all_gradients(self._all_errors(), self._growth, torch.float32, FP32_OFF)
         self._end()
         updates = () if self._updates is None else self._updates.records()
-        return [*found, *filter(None, [self._broken]), *updates]
+        return [*found, *filter(None, [self._broken, self._flushed]), *updates]
 
 
 class UpdatesInFP64(Recomputation):

@@ -22,6 +22,7 @@ from mpinspect.ranges.records import (
     FP32_OFF,
     BrokenInFP32,
     BrokenLoss,
+    FlushedInFP32,
     GradientsError,
     UpdatesLostInFP32,
 )
@@ -36,6 +37,15 @@ class _Coarse(Sentences):
         "In step {measured}, in {place}, {operator} in FP32 is infinite or NaN in {count:count element}. The same computation in "
         "FP64 is finite, up to {largest:.3g}."
     )
+    FLUSHES = (
+        "In step {step}, in {place}, {operator} in FP32 is zero in all of its {count:count element}. In FP64 they are up to "
+        "{largest:.2g}; FP32 flushes magnitudes below 1.4e-45. What depends on them gets no gradient."
+    )
+    LOGARITHMS = (
+        "Compute with logarithms: torch.linalg.slogdet for a determinant, a sum of logarithms for a product. Or divide the "
+        "numbers by a scale before."
+    )
+    SLOGDET = "sign, logarithm = torch.linalg.slogdet(matrix)"
     GREW = "FP32's rounding errors grow most in {origin_place}, in {origin_operator}."
     FIRST = "It began in step {step}; step {measured} was computed a second time for these figures."
     OFF = (
@@ -95,6 +105,12 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
             step=step,
         )
         return
+    for flushed in case.recorded(FlushedInFP32):
+        is_product = flushed.names[0] in ("_linalg_det", "prod")
+        code = _Coarse.SLOGDET.when(flushed.names[0] == "_linalg_det") or _Coarse.DOUBLE
+        words = {"count": int(flushed.elements), "in_fp64": expression(flushed.names[0], ".double()")}
+        yield found_at(flushed, _Coarse.FLUSHES, _Coarse.LOGARITHMS.when(is_product) or _Coarse.FP64, code, words)
+        return
     errors = of_learning_steps(each for each in case.recorded(GradientsError) if each.text == FLOAT32.name)
     for off in errors:
         # Gradients that cancel, as at an optimum, are rounding error in any precision: their errors grow in the backward.
@@ -152,6 +168,7 @@ FAULTS = (
         _fp32_too_coarse,
         (_Coarse,),
         ("non-finite-event", "argument-out-of-range", "result-is-rounding-error"),
+        explains_from="warning",
         checked=_IN_FP64,
         heading="FP32 is too coarse",
     ),

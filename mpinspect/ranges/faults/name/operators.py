@@ -38,6 +38,7 @@ _IN_WORDS = {
     "bmm": "a batched matrix product",
     "_softmax": "softmax",
     "_euclidean_dist": "cdist",
+    "_linalg_det": "a determinant",
     "linalg_inv_ex": "an inverse",
     "linalg_cholesky_ex": "a Cholesky decomposition",
     "_linalg_solve_ex": "the solution of a linear system",
