@@ -45,7 +45,7 @@ class _Coarse(Sentences):
         "Compute with logarithms: torch.linalg.slogdet for a determinant, a sum of logarithms for a product. Or divide the "
         "numbers by a scale before."
     )
-    SLOGDET = "sign, logarithm = torch.linalg.slogdet(matrix)"
+    SLOGDET = "sign, log = torch.slogdet(matrix)"
     GREW = "FP32's rounding errors grow most in {origin_place}, in {origin_operator}."
     FIRST = "It began in step {step}; step {measured} was computed a second time for these figures."
     OFF = (
