@@ -556,6 +556,18 @@ class MastersGivenSmaller(Record, kind="masters-given-smaller"):
     steps: float | None = None
 
 
+class MastersClippedLate(Record, kind="masters-clipped-late"):
+    """Weights' gradients that the loop multiplied by a ``factor`` after it had copied them to the masters' gradients.
+
+    Args:
+        factor: below 1, the same for all.
+        of: the number of masters.
+    """
+
+    factor: float
+    of: float
+
+
 class MastersAddedUp(Record, kind="masters-added-up"):
     """Masters' gradients that are a sum of old and new gradients.
 

@@ -783,3 +783,54 @@ def test_a_generators_gradients_in_the_discriminator_are_not_a_lost_backward():
             of_discriminator.step()
             of_generator.step()
     assert "gradients-zeroed" not in {finding.id for finding in analyse(inspector.session()).findings}
+
+
+def clips_weights(weights, masters):
+    nn.utils.clip_grad_norm_(weights, 1e-3)
+
+
+def clips_masters(weights, masters):
+    nn.utils.clip_grad_norm_(masters, 1e-3)
+
+
+def zeroes_weights(weights, masters):
+    for weight in weights:
+        weight.grad.zero_()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_late"),
+    [
+        (None, clips_weights, True),
+        (clips_weights, None, False),
+        (None, clips_masters, False),
+        (None, zeroes_weights, False),
+        (None, None, False),
+    ],
+)
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+def test_a_clip_after_the_copy_to_the_masters_is_reported(before, after, is_late, scale):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).bfloat16()
+    weights = list(model.parameters())
+    masters = [weight.detach().float().clone() for weight in weights]
+    optimizer = torch.optim.SGD(masters, lr=1e-2)
+    with Inspector(model) as inspector:
+        for _ in range(10):
+            model.zero_grad()
+            (model(torch.randn(16, 8).bfloat16()).float().square().mean() * scale).backward()
+            if before is not None:
+                before(weights, masters)
+            for weight, master in zip(weights, masters, strict=True):
+                master.grad = weight.grad.float() / scale
+            if after is not None:
+                after(weights, masters)
+            optimizer.step()
+            with torch.no_grad():
+                for weight, master in zip(weights, masters, strict=True):
+                    weight.copy_(master)
+    found = [each for each in analyse(inspector.session()).findings if each.id == "clipped-after-copy"]
+    assert len(found) == is_late
+    for each in found:
+        assert each.severity == "warning"
+        assert 0 < each.evidence["factor"] < 1

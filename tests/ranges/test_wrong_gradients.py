@@ -217,18 +217,20 @@ def test_an_error_that_a_cast_begins_names_the_cast_and_the_line_at_which_it_gro
 
 
 @pytest.mark.parametrize(
-    ("records", "phase", "step"),
+    ("records", "where", "step"),
     [
-        ([(1, 0.04, 1.0, 0.0), (31, 0.9, 1.0, 0.0)], "forward", 31),
+        ([(1, 0.04, 1.0, 0.0), (31, 0.9, 1.0, 0.0)], ("block", "forward"), 31),
         # Of a model that has converged.
-        ([(1, 0.04, 1.0, 0.0), (31, 0.9, 0.01, 0.0)], "forward", None),
-        # The backward flushed the gradients, or it multiplied by a zero of the forward.
-        ([(1, 0.9, 1.0, 0.8)], "backward", None),
-        ([(1, 0.9, 1.0, 0.8)], "forward", 1),
+        ([(1, 0.04, 1.0, 0.0), (31, 0.9, 0.01, 0.0)], ("block", "forward"), None),
+        # The backward or the loop flushed the gradients, or the backward multiplied by a zero of the forward.
+        ([(1, 0.9, 1.0, 0.8)], ("block", "backward"), None),
+        ([(1, 0.9, 1.0, 0.8)], ("", "forward"), None),
+        ([(1, 0.9, 1.0, 0.8)], ("block", "forward"), 1),
     ],
 )
-def test_errors_of_small_gradients_and_zeros_of_the_backward_are_not_reported(records, phase, step):
-    place = {"names": ("mul", "train.py:7", phase), "text": "bfloat16", "off": 3, "of": 4, "share": 0.9}
+def test_errors_of_small_gradients_and_zeros_of_the_backward_are_not_reported(records, where, step):
+    name, phase = where
+    place = {"name": name, "names": ("mul", "train.py:7", phase), "text": "bfloat16", "off": 3, "of": 4, "share": 0.9}
     measured = [
         GradientsError(step=at, error=error, size=size, zeroed=zeroed, **place).measurement()
         for at, error, size, zeroed in records

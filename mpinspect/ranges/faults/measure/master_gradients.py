@@ -7,6 +7,7 @@ weights that an optimizer steps are masters too: a 16-bit copy of them may overw
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,13 @@ from mpinspect.ranges.capture.observations import Backward
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.masters import Samples, agree, samples
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent, drawn
-from mpinspect.ranges.records import MastersAddedUp, MastersNotCopied, MastersOverwritten, MastersStale
+from mpinspect.ranges.records import (
+    MastersAddedUp,
+    MastersClippedLate,
+    MastersNotCopied,
+    MastersOverwritten,
+    MastersStale,
+)
 from mpinspect.runtime.distributed import has_process_group
 from mpinspect.runtime.storages import StorageReference
 
@@ -33,6 +40,8 @@ _FEWEST_STEPS = 3
 _MOST_BACKWARDS = 4
 #: Minimum share of the masters' gradients that the step's own backwards leave unexplained.
 _UNEXPLAINED = 0.01
+#: Gradients that differ by less than this part of their norm are alike.
+_ALIKE = 0.01
 #: Maximum part of that share that stays unexplained once the masters' earlier gradients are included.
 _REST = 0.1
 #: Maximum number of an optimizer's weights that are searched for writes between two steps, and of steps in which these are read.
@@ -53,16 +62,23 @@ class _Step:
         backwards: how many backwards the step had.
         before, parts, sums: the masters' gradients before the first backward, the weights' gradients after each backward, and the
             masters' gradients when their optimizers step.
+        left: the weights' gradients when these optimizers step.
     """
 
     backwards: int = 0
     before: Samples | None = None
     parts: list[Samples] = field(default_factory=list)
     sums: list[Samples] = field(default_factory=list)
+    left: list[Samples] = field(default_factory=list)
 
     def copies(self) -> list[HostCopy]:
         """Return the copies that judging the step reads."""
-        return [copy for each in (self.before, *self.parts, *self.sums) if each is not None for copy in each.copies]
+        return [
+            copy
+            for each in (self.before, *self.parts, *self.sums, *self.left)
+            if each is not None
+            for copy in each.copies
+        ]
 
 
 class _Left(NamedTuple):
@@ -144,6 +160,7 @@ class MasterGradients(Measuring):
             self._compare_with_weights(self._after.pop(id(optimizer)), masters)
         if self._now.backwards and masters:
             self._now.sums.append(_gradients(masters))
+            self._now.left.append(_gradients(self._masters.weights()))
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped: gradients that the masters still hold at the next backward are left over."""
@@ -164,7 +181,7 @@ class MasterGradients(Measuring):
         """Compare the gradients of steps whose copies are complete; record gradients that were added up."""
         super().end_step(step, sampled)
         if self.at_work and self._now.sums:
-            self._arrivals.call(self._now.copies(), partial(self._find_added_up, step, self._now))
+            self._arrivals.call(self._now.copies(), partial(self._judge_gradients, step, self._now))
 
     def run_ends(self) -> None:
         """Record masters that changed while their weights did not."""
@@ -267,6 +284,27 @@ class MasterGradients(Measuring):
                 return
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _judge_gradients(self, step: int, seen: _Step) -> None:
+        self._find_added_up(step, seen)
+        self._find_clipped_late(step, seen)
+
+    def _find_clipped_late(self, step: int, seen: _Step) -> None:
+        """Record a factor that the weights' gradients got after they were copied into their masters' gradients."""
+        if not 0 < seen.backwards == len(seen.parts):
+            return
+        given, left, masters = seen.parts[-1].read(), _read_all(seen.left), _read_all(seen.sums)
+        names = [name for name in masters if name in given and name in left]
+        if not names:
+            return
+        joined = [torch.cat([each[name] for name in names]) for each in (given, left, masters)]
+        if not all(torch.isfinite(each).all() and each.any() for each in joined):
+            return
+        ((factor,), off), ((copied,), rest) = (_fitted(joined[:1], each) for each in joined[1:])
+        # A copy may have divided by a loss scale, which is a power of two. A clip's factor is none.
+        is_copy = copied > 0 and abs(math.log2(copied) - round(math.log2(copied))) < _ALIKE
+        if max(off, rest) < _ALIKE and is_copy and 0 < factor < 1 - 4 * _ALIKE:
+            self._record_names(MastersClippedLate(step=step, names=tuple(names), factor=factor, of=len(masters)))
 
     def _find_added_up(self, step: int, seen: _Step) -> None:
         """Record masters' gradients that are a sum of this step's gradients and of their own earlier gradients."""

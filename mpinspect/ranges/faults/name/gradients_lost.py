@@ -17,6 +17,7 @@ from mpinspect.ranges.records import (
     LeftOver,
     LostBackwards,
     MastersAddedUp,
+    MastersClippedLate,
     MastersNotCopied,
     NeverUpdated,
     RateFallen,
@@ -552,6 +553,24 @@ def _stale(case: Case) -> Iterator[Found]:
     yield Found.of(case, found, _Stale.STEPPED, fix, code, words=words, evidence=evidence, layer=names[0])
 
 
+class _Late(Sentences):
+    CLIPPED = (
+        "In step {step}{again} the gradients of the weights were multiplied by {factor:.3g} after they had been copied to the "
+        "masters: a clip that comes after the copy has no effect on the step."
+    )
+    CLIP_MASTERS = "Clip the gradients of the masters, between the copy and the optimizer's step."
+    CLIP = "# in place of the clip, before\n# {at_step}\ntorch.nn.utils.clip_grad_norm_(\n    masters, max_norm\n)"
+
+
+def _clipped_late(case: Case) -> Iterator[Found]:
+    """Gradients of weights that the loop clips after it has copied them to FP32 masters, which step on them unclipped.
+
+    False alarms: A clip of the weights' gradients for another purpose than the step.
+    """
+    if found := list(case.recorded(MastersClippedLate)):
+        yield Found.of(case, found, _Late.CLIPPED, _Late.CLIP_MASTERS, _Late.CLIP)
+
+
 NEVER_UPDATED = Fault("never-updated", "error", _never_updated, (_Never, Inspect))
 STEPS_STOPPED = Fault("steps-stopped", "warning", _steps_stopped, (_Stopped,))
 STANDS_STILL = Fault(
@@ -564,6 +583,7 @@ STANDS_STILL = Fault(
     is_of_every_step=True,
 )
 GONE = (
+    Fault("clipped-after-copy", "warning", _clipped_late, (_Late,)),
     Fault("gradients-clipped-to-zero", "error", _clipped_to_zero, (_Clipped, FP32Weights), ("non-finite-event",)),
     Fault("gradients-zeroed", "error", _zeroed, (_Zeroed,)),
 )

@@ -601,11 +601,9 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     smaller than a tenth of another step's, as in a model that has converged, and if the errors grow in the sums over the batch.
     """
     learning = of_learning_steps(each for each in case.recorded(GradientsError) if each.text != FLOAT32.name)
-    # Other faults name the gradients that the backward flushed.
-    first = next(
-        (each for each in learning if each.error >= _MOSTLY and (each.zeroed < _MOSTLY or each.names[2] == "forward")),
-        None,
-    )
+    # Other faults name the gradients that the backward or the loop flushed.
+    large = (each for each in learning if each.error >= _MOSTLY)
+    first = next((each for each in large if each.zeroed < _MOSTLY or (each.name and each.names[2] == "forward")), None)
     if first is None:
         return
     others: tuple[LostSum | AbsorbedOperand | AmplifiedError, ...] = (
