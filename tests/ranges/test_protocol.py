@@ -815,7 +815,7 @@ def test_a_clip_after_the_copy_to_the_masters_is_reported(before, after, is_late
     weights = list(model.parameters())
     masters = [weight.detach().float().clone() for weight in weights]
     optimizer = torch.optim.SGD(masters, lr=1e-2)
-    with Inspector(model) as inspector:
+    with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(10):
             model.zero_grad()
             (model(torch.randn(16, 8).bfloat16()).float().square().mean() * scale).backward()
