@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mpinspect.ranges.capture.steps import MOST_SECONDS_IN_FP64
 from mpinspect.ranges.faults.measure.growth import Growth
@@ -42,8 +43,6 @@ _FACTORS = {
 }
 _BATCHED = frozenset({aten.bmm, aten.baddbmm})
 _CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
-
-
 #: Decompositions whose factors have an arbitrary sign, or basis, with the places of their other results.
 _AMBIGUOUS = {
     aten._linalg_svd: (1,),
@@ -118,7 +117,9 @@ class InFP64(Recomputation):
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Judge the changes of FP32 weights that follow."""
         super().optimizer_steps(optimizer)
-        self.of_optimizer = self._updates = self._updates or UpdatesInFP64(self._parameters)
+        with _disable_current_modes():
+            self._updates = self._updates or UpdatesInFP64(self._parameters)
+        self.of_optimizer = self._updates
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return run_in_fp64(func, args, kwargs)
@@ -184,11 +185,14 @@ class UpdatesInFP64(Recomputation):
 
     def __init__(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         super().__init__(lambda: "", parameters, OF_FP32)
-        self._weights = {
+        weights = {
             storage_key(weight): (name, weight)
             for name, weight in self._parameters
-            if weight.dtype is torch.float32 and weight.numel() <= _MOST_ELEMENTS and has_numbers(weight)
+            if weight.dtype is torch.float32 and 0 < weight.numel() <= _MOST_ELEMENTS and has_numbers(weight)
         }
+        has_large = any(_largest(weight) >= _LARGE_WEIGHT for _, weight in weights.values())
+        #: The weights by storage; none if no weight is large.
+        self._weights = weights if has_large else {}
         #: The decrease of the loss by the exact and by the rounded changes of each weight, to first order.
         self._effects: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
