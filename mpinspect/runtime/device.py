@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -189,3 +190,15 @@ def random_state(device: torch.device) -> torch.Tensor | None:
     read = getattr(getattr(torch, device.type, None), "get_rng_state", None)
     state: torch.Tensor | None = None if read is None else read(device)
     return state
+
+
+@cache
+def computes_in_fp64(device: torch.device) -> bool:
+    """Return whether a device has FP64, which MPS and some XPUs lack."""
+    if device.type in ("cpu", "cuda"):
+        return True
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).mul_(2)
+    except (RuntimeError, TypeError):
+        return False
+    return True

@@ -242,6 +242,13 @@ def test_pivots_that_fp64_would_choose_otherwise_raise_no_alarm(function):
     assert found == ()
 
 
+def test_a_device_without_fp64_is_not_judged_in_fp64(monkeypatch):
+    monkeypatch.setattr("mpinspect.ranges.faults.measure.recomputation.computes_in_fp64", lambda device: False)
+    _, session = trained([1], torch.bfloat16)
+    assert [each.text for each in session.measurements if each.what == "second-gradients"] == ["bfloat16"]
+    assert session.notes == ()
+
+
 def test_the_first_chosen_steps_run_in_fp64_and_those_after_an_infinity():
     choice = StepChoice([1, 4, 9])
     assert [choice.begins(step) > 0 for step in (1, 4, 9)] == [True, True, False]

@@ -48,7 +48,7 @@ from mpinspect.ranges.faults.measure.twins import (
 )
 from mpinspect.ranges.records import GradientsError, Record
 from mpinspect.reporting.words import filled, number_of
-from mpinspect.runtime.device import free_memory
+from mpinspect.runtime.device import computes_in_fp64, free_memory
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.storages import has_storage, storage_key
 from mpinspect.runtime.user_line import innermost_line
@@ -411,6 +411,8 @@ class Recomputation:
 
     def _may_have_twin(self, tensor: torch.Tensor) -> bool:
         is_kept = tensor.dtype in self._widening.having or tensor.dtype is torch.bool
+        if self._widening.wide is torch.float64 and not computes_in_fp64(tensor.device):
+            return False
         return is_kept and not tensor.is_meta and not is_strange(tensor)
 
     def _twin_or_wide(self, value: torch.Tensor, is_mutated: bool) -> torch.Tensor:
