@@ -243,7 +243,8 @@ def test_pivots_that_fp64_would_choose_otherwise_raise_no_alarm(function):
 
 
 def test_a_device_without_fp64_is_not_judged_in_fp64(monkeypatch):
-    monkeypatch.setattr("mpinspect.ranges.faults.measure.recomputation.computes_in_fp64", lambda device: False)
+    for module in ("recomputation", "in_fp64"):
+        monkeypatch.setattr(f"mpinspect.ranges.faults.measure.{module}.computes_in_fp64", lambda device: False)
     _, session = trained([1], torch.bfloat16)
     assert [each.text for each in session.measurements if each.what == "second-gradients"] == ["bfloat16"]
     assert session.notes == ()

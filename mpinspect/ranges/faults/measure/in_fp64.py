@@ -17,6 +17,7 @@ from mpinspect.ranges.faults.measure.operands import Pending, has_numbers, is_in
 from mpinspect.ranges.faults.measure.recomputation import Recomputation, relative_error
 from mpinspect.ranges.faults.measure.twins import OF_ALL, OF_FP32, is_finite
 from mpinspect.ranges.records import FP32_OFF, BrokenInFP32, FlushedInFP32, GradientsError, Record, UpdatesLostInFP32
+from mpinspect.runtime.device import computes_in_fp64
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.storages import storage_key
 
@@ -104,6 +105,7 @@ class InFP64(Recomputation):
         super().__init__(module, parameters, OF_ALL)
         self.judged = self._in_fp32 = in_fp32
         self._seconds = seconds
+        self.is_over = not all(computes_in_fp64(each.device) for _, each in self._parameters)
         self._growth = Growth(_ROUNDING)
         self._broken: BrokenInFP32 | None = None
         self._flushed: FlushedInFP32 | None = None
