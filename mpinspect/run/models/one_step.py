@@ -283,8 +283,8 @@ class OneStep(Guarded):
             self.matmuls = matmuls
         for record in records:
             self._models.record(recorded.names, record, recorded.steps)
-        if left_out:
-            self._seen.note(left_out)
+        for sentence in left_out:
+            self._seen.note(sentence)
 
     def _leave(self, recorded: _Recorded) -> None:
         self._lingering = None if recorded.leave() else recorded

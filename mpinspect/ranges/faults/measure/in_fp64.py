@@ -25,6 +25,8 @@ aten = torch.ops.aten
 
 #: The relative error of rounding once to FP32.
 _ROUNDING = 2.0**-24
+#: Bytes of copies on a GPU after which the rest of the step is left out: the training may need the memory.
+_MOST_BYTES_ON_GPU = 512 << 20
 #: Multiplications from which on a product runs in FP32 on the rounded twins: few devices are fast in FP64.
 _LARGE = 1 << 26
 #: Seconds after which the rest of an optimizer's step is left out, and the most elements of a weight whose changes are judged.
@@ -95,6 +97,8 @@ class InFP64(Recomputation):
         seconds: after which the rest of the step is left out.
     """
 
+    LEFT_OUT = "Left out of the comparison of FP32 with FP64 in a step: {}"
+
     def __init__(
         self,
         module: Callable[[], str],
@@ -105,6 +109,7 @@ class InFP64(Recomputation):
         super().__init__(module, parameters, OF_ALL)
         self.judged = self._in_fp32 = in_fp32
         self._seconds = seconds
+        self._is_on_gpu = any(each.is_cuda for _, each in self._parameters)
         self.is_over = not all(computes_in_fp64(each.device) for _, each in self._parameters)
         self._growth = Growth(_ROUNDING)
         self._broken: BrokenInFP32 | None = None
@@ -113,7 +118,9 @@ class InFP64(Recomputation):
 
     def _is_used_up(self) -> bool:
         if self._elapsed() > self._seconds:
-            self._ended_by = f"FP32 in FP64 after {self._seconds:.0f} s"
+            self._ended_by = f"after {self._seconds:.0f} s"
+        elif self._is_on_gpu and self._twins.bytes > _MOST_BYTES_ON_GPU:
+            self._ended_by = f"once its copies took {_MOST_BYTES_ON_GPU >> 20} MiB"
         return bool(self._ended_by) or self._in_fp32.is_over or super()._is_used_up()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:

@@ -88,6 +88,8 @@ class Recomputation:
     of_optimizer: Recomputation | None = None
     #: The computation whose results this one judges; None for those of the run.
     judged: Recomputation | None = None
+    #: Begins the sentence on operators that were left out.
+    LEFT_OUT = "Left out of the second computation of a step: {}"
 
     def __init__(
         self,
@@ -331,7 +333,7 @@ class Recomputation:
         """Return a sentence on the operators that were not computed a second time; "" without any."""
         skipped = [f"{number_of(times, 'call')} of {name}" for name, times in self.skipped.most_common(_MOST_NAMED)]
         parts = filter(None, (filled("all of it {}", self._ended_by), *skipped))
-        return filled("Left out of the second computation of a step: {}", ", ".join(parts))
+        return filled(self.LEFT_OUT, ", ".join(parts))
 
     def _end(self) -> None:
         self.is_over = True

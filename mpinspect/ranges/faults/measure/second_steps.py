@@ -250,11 +250,11 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         if self._powers in self._followers and threading.get_ident() == self._thread:
             self._powers.scaled(scaler, given, scaled)
 
-    def end(self) -> tuple[list[Record], str]:
-        """Stop; return the records, and a sentence on the operators that were left out. Waits for the device."""
+    def end(self) -> tuple[list[Record], list[str]]:
+        """Stop; return the records, and sentences on the operators that were left out. Waits for the device."""
         # A later computation reads the twins of an earlier one, which ends with its records.
         ended: list[Recomputation | Follower] = [*reversed(self._computations), *self._followers]
-        left_out = next(filter(None, (each.left_out() for each in self._computations)), "")
+        left_out = list(filter(None, (each.left_out() for each in self._computations)))
         self.stop()
         return [record for each in ended for record in self._attempt(each, each.records) or ()], left_out
 
@@ -376,8 +376,8 @@ class SecondSteps(Guarded):
         self._choice.ends(records, self._recording.broken_phases())
         for record in records:
             self._recording.record(replace(record, step=step))
-        if left_out:
-            self._recording.note(left_out)
+        for sentence in left_out:
+            self._recording.note(sentence)
 
     def _failed(self, error: Exception) -> None:
         self.fault("the second computation of a step", (), error)
