@@ -106,7 +106,8 @@ class Inspector:
             ``second_opinion`` does; compiled code in its eager form), and follow the loss scale in uncompiled ones; or the
             numbers of the chosen steps, from 0. The training's own numbers stay. Such a step takes three to four times as long on
             a CPU, waits for the device, and copies its 16-bit tensors in FP32, up to 2 GiB of them; after 20 s the rest is left
-            out. ``max_overhead`` does not include it. Attach the inspector on the thread that trains, before anything is
+            out. The first two, and those after an infinity or NaN, run in FP64 as well, up to 5 s in all, which takes eight times
+            as long. ``max_overhead`` does not include it. Attach the inspector on the thread that trains, before anything is
             compiled.
             CUDA graphs, several ranks and tensors of other classes are left out, with a note, and so are loops without an
             optimizer of torch.

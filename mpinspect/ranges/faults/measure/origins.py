@@ -21,8 +21,8 @@ aten = torch.ops.aten
 #: Operators that pass on the absolute errors of their operands; others pass on relative errors.
 _ADDING = frozenset({aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.cat, aten.stack})
 #: The largest error of rounding once: relative, and in FP16 also that of a subnormal number.
-OF_16_BITS = {torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
-OF_FP32 = {torch.float32: (2.0**-24, 0.0)}
+ROUNDING_OF_16_BITS = {torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
+ROUNDING_OF_FP32 = {torch.float32: (2.0**-24, 0.0)}
 _TINY = torch.finfo(torch.float32).tiny
 #: Number of evenly spaced elements from which a tensor's error is estimated.
 _SAMPLE = 1 << 14
@@ -80,7 +80,7 @@ class Origins:
         rounding: the errors of rounding once, by the dtypes that round.
     """
 
-    def __init__(self, rounding: Mapping[torch.dtype, tuple[float, float]] = OF_16_BITS) -> None:
+    def __init__(self, rounding: Mapping[torch.dtype, tuple[float, float]] = ROUNDING_OF_16_BITS) -> None:
         self._rounding = rounding
         self._errors: Marks[Origin] = Marks()
         self._near: Marks[Near] = Marks()

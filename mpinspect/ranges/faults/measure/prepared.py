@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure import origins
 from mpinspect.ranges.faults.measure.additions import RunningSums
 from mpinspect.ranges.faults.measure.growth import Growth
 from mpinspect.ranges.faults.measure.in_fp64 import is_unique, run_in_fp64
@@ -34,7 +33,7 @@ from mpinspect.ranges.faults.measure.operands import (
     numbers_of,
     summands,
 )
-from mpinspect.ranges.faults.measure.origins import Origins
+from mpinspect.ranges.faults.measure.origins import ROUNDING_OF_16_BITS, ROUNDING_OF_FP32, Origins
 from mpinspect.ranges.faults.measure.recomputation import Recomputation
 from mpinspect.ranges.faults.measure.second import SUMS
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
@@ -92,7 +91,7 @@ class PreparedTensors(Recomputation):
         self._seconds = 0.0
         self._is_of_fp32 = widening is OF_FP32
         self._most_seconds = _MOST_SECONDS_OF_FP32 if self._is_of_fp32 else _MOST_SECONDS
-        self._origins = Origins(origins.OF_FP32 if self._is_of_fp32 else origins.OF_16_BITS)
+        self._origins = Origins(ROUNDING_OF_FP32 if self._is_of_fp32 else ROUNDING_OF_16_BITS)
         self._sums = RunningSums()
         self._growth = Growth(2.0**-24)
         #: Whether a tensor's values depend on rounding alone, or are computed from such.
@@ -185,11 +184,6 @@ class PreparedTensors(Recomputation):
 
     def _is_changed(self, func: Any, dtype: torch.dtype | None) -> bool:
         return func.overloadpacket in ADDITIONS and func._schema.is_mutable and dtype in NARROW
-
-    def _origin(self, pending: Pending, result: torch.Tensor) -> tuple[str, ...]:
-        """Return the operator, line, module and dtype of a result."""
-        record = self._record(pending, result, Record)
-        return *record.names[:2], record.name, record.text
 
     def _follow_in_fp32(
         self, pending: Pending, operands: list[torch.Tensor], value: torch.Tensor, twin: torch.Tensor

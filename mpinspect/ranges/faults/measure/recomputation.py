@@ -308,6 +308,11 @@ class Recomputation:
         dtype = str(rounded).removeprefix("torch.")
         return kind(**{"name": module, "names": names, "text": dtype, **figures})
 
+    def _origin(self, pending: Pending, result: torch.Tensor) -> tuple[str, ...]:
+        """Return the operator, line, module and dtype of a result."""
+        record = self._record(pending, result, Record)
+        return *record.names[:2], record.name, record.text
+
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def records(self) -> Sequence[Record]:

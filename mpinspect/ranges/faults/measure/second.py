@@ -466,11 +466,6 @@ class SecondComputation(Recomputation):
         if pending.node is not None:
             self._effects.add(record, pending.node, off)
 
-    def _origin(self, pending: Pending, result: torch.Tensor) -> tuple[str, ...]:
-        """Return the operator, line, module and dtype of a result."""
-        record = self._record(pending, result, Record)
-        return *record.names[:2], record.name, record.text
-
     def _raising(self, pending: Pending, value: torch.Tensor) -> GradientsError:
         operands = numbers_of(pending.given[0]) if is_in_forward() else []
         origin = next(filter(None, map(self._origins.worst_of, operands)), ())

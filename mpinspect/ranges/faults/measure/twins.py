@@ -105,7 +105,7 @@ class Twins:
         for key, twin in list(self._of.items()):
             storage = twin.storage()
             if storage is not None and twin.dtype is not torch.bool and not self._is_overwritten(key):
-                yield whole(storage, twin.dtype), twin.values, twin.is_cast
+                yield _whole(storage, twin.dtype), twin.values, twin.is_cast
 
     def written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Handle that tensors of the run are about to be written: twins that have their memory get a copy."""
@@ -133,7 +133,7 @@ class Twins:
             self._set(tensor, flat(twin), is_cast, is_shared=False)
             return
         dtype = torch.bool if tensor.dtype is torch.bool else self._wide
-        values = whole(tensor.untyped_storage(), tensor.dtype).to(dtype, copy=True)
+        values = _whole(tensor.untyped_storage(), tensor.dtype).to(dtype, copy=True)
         values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(twin)
         self._set(tensor, values, is_cast, is_shared=False)
 
@@ -233,7 +233,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), 0)
 
 
-def whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+def _whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of all elements of a storage, in one dimension."""
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
@@ -241,7 +241,7 @@ def whole(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
 
 def _few(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
     """Return some elements of a storage, evenly spread."""
-    elements = whole(storage, dtype)
+    elements = _whole(storage, dtype)
     return elements[:: max(1, len(elements) // _SEEN)]
 
 

@@ -39,7 +39,7 @@ class _Coarse(Sentences):
     )
     FLUSHES = (
         "In step {step}, in {place}, {operator} in FP32 is zero in all of its {count:count element}. In FP64 they are up to "
-        "{largest:.2g}; FP32 flushes magnitudes below 1.4e-45. What depends on them gets no gradient."
+        "{largest:.2g}; FP32 flushes magnitudes below 1.4e-45."
     )
     LOGARITHMS = (
         "Compute with logarithms: torch.linalg.slogdet for a determinant, a sum of logarithms for a product. Or divide the "
@@ -78,21 +78,24 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
     smaller than a tenth of another step's, and if the errors grow in the backward.
     """
     first = first_event(case)
-    broke = {event.step for event in case.events} | {each.step for each in case.recorded(BrokenLoss)}
+    broke = {event.step for event in case.events if event.forward_finite is False}
+    broke |= {each.step for each in case.recorded(BrokenLoss)}
+    in_backward = {event.step for event in case.events}
     for broken in case.recorded(BrokenInFP32):
-        if case.progress.steps and broken.step not in broke:
+        if case.progress.steps and broken.step not in (broke if broken.names[2] == "forward" else broke | in_backward):
             # It does no harm, as in a monitor or behind a clamp.
             continue
         is_later, layer, step = beginning(broken, first)
-        origin = origin_of(broken)
         is_beyond = broken.largest > FLOAT32.max_finite
+        origin = None if is_beyond else origin_of(broken)
         fix = _Coarse.BEYOND.when(is_beyond) or _Coarse.ORIGIN_FP64.when(origin) or _Coarse.FP64
         source = origin or broken
         yield found_at(
             broken,
             (_Coarse.BREAKS, _Coarse.GREW.when(origin), _Coarse.FIRST.when(is_later)),
             fix,
-            _Coarse.DOUBLE,
+            # In FP32 the result would be infinite again.
+            _Coarse.DOUBLE.when(not is_beyond),
             {
                 "count": int(broken.elements),
                 **words_of(origin),
@@ -106,10 +109,8 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
         )
         return
     for flushed in case.recorded(FlushedInFP32):
-        is_product = flushed.names[0] in ("_linalg_det", "prod")
-        code = _Coarse.SLOGDET.when(flushed.names[0] == "_linalg_det") or _Coarse.DOUBLE
-        words = {"count": int(flushed.elements), "in_fp64": expression(flushed.names[0], ".double()")}
-        yield found_at(flushed, _Coarse.FLUSHES, _Coarse.LOGARITHMS.when(is_product) or _Coarse.FP64, code, words)
+        code = _Coarse.SLOGDET.when(flushed.names[0] == "_linalg_det")
+        yield found_at(flushed, _Coarse.FLUSHES, _Coarse.LOGARITHMS, code or (), {"count": int(flushed.elements)})
         return
     errors = of_learning_steps(each for each in case.recorded(GradientsError) if each.text == FLOAT32.name)
     for off in errors:
@@ -151,7 +152,8 @@ def _updates_lost_in_fp32(case: Case) -> Iterator[Found]:
     """
     for lost in case.recorded(UpdatesLostInFP32):
         words = {
-            "lost": 1 - lost.rounded / lost.exact,
+            # Rounding may turn an update round.
+            "lost": min(1.0, 1 - lost.rounded / lost.exact),
             "weight": lost.name,
             "largest": lost.largest,
             "share": lost.share,
