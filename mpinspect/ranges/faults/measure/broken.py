@@ -14,7 +14,6 @@ from mpinspect.ranges.capture.graph import dtype_of, walk
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.operands import (
     CASTS,
-    NARROW,
     Pending,
     has_numbers,
     is_decision,
@@ -24,7 +23,7 @@ from mpinspect.ranges.faults.measure.operands import (
 )
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.recomputation import Makers
-from mpinspect.ranges.faults.measure.twins import Marks, is_finite
+from mpinspect.ranges.faults.measure.twins import NARROW, OF_NARROW, Marks, is_finite
 from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.user_line import innermost_line
@@ -91,9 +90,9 @@ class Broken:
             value, twin, local: the operator's result, its exact value, and the exact result of the arguments as they are.
             describe: makes a record of a class at this line.
         """
-        broken, of = ~value.isfinite(), float(value.numel())
+        broken, of = ~value.float().isfinite(), float(value.numel())
         born, of_precision = broken & local.isfinite(), broken & twin.isfinite()
-        if bool(born.any()) and value.dtype in NARROW:
+        if bool(born.any()) and value.dtype in OF_NARROW.narrow:
             self._add(pending, value, born, float(local[born].abs().max()), describe)
         elif self.born:
             return

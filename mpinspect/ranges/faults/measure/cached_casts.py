@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-from mpinspect.ranges.faults.measure.operands import NARROW, has_numbers
-from mpinspect.ranges.faults.measure.twins import Marks
+from mpinspect.ranges.faults.measure.operands import has_numbers
+from mpinspect.ranges.faults.measure.twins import NARROW, Marks
 from mpinspect.runtime.outputs import leaves
 
 #: Number of elements of a weight that are compared if no operator has counted as a write to it.

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpinspect.ranges.faults.measure.operands import CASTS, DIFFERENCES, NARROW, Pending, has_numbers, takes_gradient
-from mpinspect.ranges.faults.measure.twins import Marks
+from mpinspect.ranges.faults.measure.operands import CASTS, DIFFERENCES, Pending, has_numbers, takes_gradient
+from mpinspect.ranges.faults.measure.twins import NARROW, Marks
 from mpinspect.ranges.records import CalledLines, Record, RoundedArgument, RoundedBound, RoundedConstant
 from mpinspect.runtime.user_line import innermost_line
 

@@ -10,18 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._autograd import _get_sequence_nr
 
-from mpinspect.ranges.faults.measure.twins import OF_16_BITS
+from mpinspect.ranges.faults.measure.twins import FP8, NARROW, OF_NARROW
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.storages import storage_key
 
 aten = torch.ops.aten
 
-NARROW, _NUMBERS, _ = OF_16_BITS
+_NUMBERS = OF_NARROW.having
 ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
 DIFFERENCES = ADDITIONS | {aten.rsub}
 #: Operators that change no value but by its dtype.
 CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _CLAMPS = frozenset({aten.clamp, aten.clamp_, aten.hardtanh, aten.hardtanh_})
 #: The places of divisors, and of running variances, among the arguments of operators.
 _DIVISORS = {
@@ -108,8 +107,8 @@ def single_operators(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[
 def is_cast_to_fp8(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether an operator casts to FP8, or copies into a tensor in FP8."""
     operator = func.overloadpacket
-    return (operator is aten._to_copy and kwargs.get("dtype") in _FP8) or (
-        operator is aten.copy_ and args[0].dtype in _FP8
+    return (operator is aten._to_copy and kwargs.get("dtype") in FP8) or (
+        operator is aten.copy_ and args[0].dtype in FP8
     )
 
 
@@ -127,7 +126,7 @@ def clamps_for(func: Any, args: tuple[Any, ...]) -> torch.dtype | None:
     _, low, high = args
     if not (isinstance(low, (int, float)) and isinstance(high, (int, float))):
         return None
-    return next((dtype for dtype in _FP8 if high == -low == torch.finfo(dtype).max), None)
+    return next((dtype for dtype in FP8 if high == -low == torch.finfo(dtype).max), None)
 
 
 def is_opaque(func: Any, args: tuple[Any, ...]) -> bool:

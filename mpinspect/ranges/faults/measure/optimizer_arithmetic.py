@@ -18,7 +18,6 @@ from mpinspect.ranges.faults.measure.edges import has_one
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums
 from mpinspect.ranges.faults.measure.operands import (
     DIFFERENCES,
-    NARROW,
     Pending,
     has_numbers,
     is_narrow,
@@ -27,7 +26,7 @@ from mpinspect.ranges.faults.measure.operands import (
 )
 from mpinspect.ranges.faults.measure.repeats import Repeats
 from mpinspect.ranges.faults.measure.second import SUMS, SecondComputation
-from mpinspect.ranges.faults.measure.twins import distance, is_finite
+from mpinspect.ranges.faults.measure.twins import NARROW, distance, is_finite
 from mpinspect.ranges.records import LostFactor, LostSum, Record, RoundedConstant, UpdateEffect
 from mpinspect.runtime.compiled_graphs import Captured, Compiled
 from mpinspect.runtime.outputs import leaves

@@ -21,7 +21,12 @@ aten = torch.ops.aten
 #: Operators that pass on the absolute errors of their operands; others pass on relative errors.
 _ADDING = frozenset({aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.cat, aten.stack})
 #: The largest error of rounding once: relative, and in FP16 also that of a subnormal number.
-ROUNDING_OF_16_BITS = {torch.bfloat16: (2.0**-8, 0.0), torch.float16: (2.0**-11, 2.0**-25)}
+ROUNDING_OF_NARROW = {
+    torch.bfloat16: (2.0**-8, 0.0),
+    torch.float16: (2.0**-11, 2.0**-25),
+    torch.float8_e4m3fn: (2.0**-4, 2.0**-10),
+    torch.float8_e5m2: (2.0**-3, 2.0**-17),
+}
 ROUNDING_OF_FP32 = {torch.float32: (2.0**-24, 0.0)}
 _TINY = torch.finfo(torch.float32).tiny
 #: Number of evenly spaced elements from which a tensor's error is estimated.
@@ -80,7 +85,7 @@ class Origins:
         rounding: the errors of rounding once, by the dtypes that round.
     """
 
-    def __init__(self, rounding: Mapping[torch.dtype, tuple[float, float]] = ROUNDING_OF_16_BITS) -> None:
+    def __init__(self, rounding: Mapping[torch.dtype, tuple[float, float]] = ROUNDING_OF_NARROW) -> None:
         self._rounding = rounding
         self._errors: Marks[Origin] = Marks()
         self._near: Marks[Near] = Marks()

@@ -25,7 +25,6 @@ from mpinspect.ranges.faults.measure.in_fp64 import is_unique, run_in_fp64
 from mpinspect.ranges.faults.measure.operands import (
     ADDITIONS,
     DIFFERENCES,
-    NARROW,
     Pending,
     is_narrow,
     local_result,
@@ -33,11 +32,11 @@ from mpinspect.ranges.faults.measure.operands import (
     numbers_of,
     summands,
 )
-from mpinspect.ranges.faults.measure.origins import ROUNDING_OF_16_BITS, ROUNDING_OF_FP32, Origins
+from mpinspect.ranges.faults.measure.origins import ROUNDING_OF_FP32, ROUNDING_OF_NARROW, Origins
 from mpinspect.ranges.faults.measure.recomputation import Recomputation
 from mpinspect.ranges.faults.measure.second import SUMS
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
-from mpinspect.ranges.faults.measure.twins import OF_16_BITS, OF_FP32, Marks, Widening, distance, is_finite
+from mpinspect.ranges.faults.measure.twins import NARROW, OF_FP32, OF_NARROW, Marks, Widening, distance, is_finite
 from mpinspect.ranges.records import BEFORE_STEPS, AbsorbedOperand, GradientsError, PreparedError, Record
 from mpinspect.reporting.words import format_name, number_of, percent
 from mpinspect.runtime.device import is_capturing
@@ -85,13 +84,13 @@ class PreparedTensors(Recomputation):
         widening: the dtypes that are recomputed.
     """
 
-    def __init__(self, used_up: Callable[[], None], widening: Widening = OF_16_BITS) -> None:
+    def __init__(self, used_up: Callable[[], None], widening: Widening = OF_NARROW) -> None:
         super().__init__(lambda: "", widening=widening)
         self._used_up, self._operators = used_up, 0
         self._seconds = 0.0
         self._is_of_fp32 = widening is OF_FP32
         self._most_seconds = _MOST_SECONDS_OF_FP32 if self._is_of_fp32 else _MOST_SECONDS
-        self._origins = Origins(ROUNDING_OF_FP32 if self._is_of_fp32 else ROUNDING_OF_16_BITS)
+        self._origins = Origins(ROUNDING_OF_FP32 if self._is_of_fp32 else ROUNDING_OF_NARROW)
         self._sums = RunningSums()
         self._growth = Growth(2.0**-24)
         #: Whether a tensor's values depend on rounding alone, or are computed from such.
@@ -314,7 +313,7 @@ class Preparation:
 
     def begin(self) -> None:
         """Enter the dispatch mode on this thread."""
-        self._tensors = [PreparedTensors(self._used_up, each) for each in (OF_16_BITS, OF_FP32)]
+        self._tensors = [PreparedTensors(self._used_up, each) for each in (OF_NARROW, OF_FP32)]
         self._mode = Twice(self._tensors, RunningModules(), failed=self._failed)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 

@@ -21,11 +21,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.ranges.capture.graph import operator_of
-from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.capture.tally import passed_through
 from mpinspect.ranges.faults.measure.growth import Growth
 from mpinspect.ranges.faults.measure.operands import (
     CASTS,
     Pending,
+    clamps_for,
     has_numbers,
     is_decision,
     is_in_forward,
@@ -39,7 +40,8 @@ from mpinspect.ranges.faults.measure.operands import (
     wide_copy,
 )
 from mpinspect.ranges.faults.measure.twins import (
-    OF_16_BITS,
+    FP8,
+    OF_NARROW,
     Twins,
     Widening,
     distance,
@@ -95,7 +97,7 @@ class Recomputation:
         self,
         module: Callable[[], str],
         parameters: Iterable[tuple[str, torch.nn.Parameter]] = (),
-        widening: Widening = OF_16_BITS,
+        widening: Widening = OF_NARROW,
     ) -> None:
         self._module, self._parameters = module, list(parameters)
         self._widening = widening
@@ -251,7 +253,11 @@ class Recomputation:
 
     def _run_again(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
         args, kwargs = pending.arguments
-        exact = self._run(pending.func, args, kwargs)
+        if pending.func is aten._scaled_mm.default:
+            exact: Any = _scaled_product(*args, **kwargs)
+        else:
+            # A wide dtype needs no bounds of FP8.
+            exact = args[0] if clamps_for(pending.func, pending.given[0]) else self._run(pending.func, args, kwargs)
         self._compare_choices(pending, result, exact)
         given = {storage_key(each) for each in leaves(args) if isinstance(each, torch.Tensor)}
         for place, (value, twin) in enumerate(zip(results, _tensors_of(exact), strict=False)):
@@ -305,7 +311,7 @@ class Recomputation:
         # The dtype in which numbers were rounded before they became integers.
         is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
         rounded = result.dtype if is_float else pending.dtype
-        dtype = str(rounded).removeprefix("torch.")
+        dtype = passed_through(rounded) if rounded in FP8 else str(rounded).removeprefix("torch.")
         return kind(**{"name": module, "names": names, "text": dtype, **figures})
 
     def _origin(self, pending: Pending, result: torch.Tensor) -> tuple[str, ...]:
@@ -383,7 +389,7 @@ class Recomputation:
         if off >= least * size:
             record, zeroed = growth.most(), math.hypot(*(self._zeroed(each) for _, each in self._parameters))
             figures |= {"off": sum(error >= least for error, _ in compared.values()), "zeroed": zeroed / off}
-        record = record or GradientsError(names=("", "", ""), text=dtype_name(dtype))
+        record = record or GradientsError(names=("", "", ""), text=passed_through(dtype))
         return [replace(record, **figures)]
 
     def _zeroed(self, parameter: torch.nn.Parameter) -> float:
@@ -512,6 +518,27 @@ def relative_error(value: torch.Tensor, twin: torch.Tensor) -> float:
         finite = twin.isfinite()
         return ratio(distance(value[finite], twin[finite]), float(twin[finite].norm()))
     return off
+
+
+def _scaled_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_scale: torch.Tensor,
+    right_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *more: Any,
+    **others: Any,
+) -> torch.Tensor:
+    """Return a product of FP8 operands' twins, with one scale a tensor or row.
+
+    Raises:
+        NotImplementedError: the scales are of blocks.
+    """
+    for scale, shape in ((left_scale, (len(left), 1)), (right_scale, (1, right.shape[1]))):
+        if scale.numel() != 1 and scale.shape != shape:
+            raise NotImplementedError
+    product = left @ right * left_scale * right_scale
+    return product if bias is None else product + bias
 
 
 def _tensors_of(result: Any) -> list[torch.Tensor]:

@@ -35,7 +35,6 @@ from mpinspect.ranges.faults.measure.operands import (
     ADDITIONS,
     CASTS,
     DIFFERENCES,
-    NARROW,
     Pending,
     clamps_for,
     divisor_of,
@@ -51,11 +50,7 @@ from mpinspect.ranges.faults.measure.operands import (
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.recomputation import DECIDING, Recomputation, relative_error
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
-from mpinspect.ranges.faults.measure.twins import (
-    ZERO_BUT_FOR_ROUNDING,
-    Marks,
-    is_finite,
-)
+from mpinspect.ranges.faults.measure.twins import NARROW, OF_NARROW, ZERO_BUT_FOR_ROUNDING, Marks, is_finite
 from mpinspect.ranges.records import (
     MOSTLY_ERROR,
     AbsorbedOperand,
@@ -147,7 +142,7 @@ class SecondComputation(Recomputation):
         self._numbers = RoundedNumbers(self._kept.is_old)
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
-        #: The 16-bit dtype of the last operator that had one.
+        #: The dtype of the last operator that had one of fewer than 32 bits.
         self._narrow: torch.dtype = torch.bfloat16
         self._found: defaultdict[type[Record], list[Record]] = defaultdict(list)
         self._nearest_end: NearestEnd | None = None
@@ -188,7 +183,7 @@ class SecondComputation(Recomputation):
         """Record the first operator that takes an outdated cast of a weight. Waits for the device."""
         if not self._found[StaleCasts] and (weight := self._casts.outdated(args)):
             names = (func.overloadpacket.__name__, innermost_line(sys._getframe()), self._phase, weight)
-            text = dtype_name(self._narrow)
+            text = passed_through(self._narrow)
             self._found[StaleCasts].append(StaleCasts(name=self._module(), names=names, text=text, steps=1))
 
     def _judge_read(self, number: torch.Tensor) -> None:
@@ -228,19 +223,17 @@ class SecondComputation(Recomputation):
             self._coarse.setdefault(line, record)
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
-        if not self.is_over and is_cast_to_fp8(func, args, kwargs):
-            self._remember_module(func)
-            return Pending(func, (args, kwargs), None, None, (args, kwargs), args[0].dtype, False, None, None)
         pending = super()._prepare(func, args, kwargs)
         if pending is not None:
             given = leaves((*args, *kwargs.values()))
             self._narrow = next(
-                (each.dtype for each in given if has_numbers(each) and each.dtype in NARROW), self._narrow
+                (each.dtype for each in given if has_numbers(each) and each.dtype in OF_NARROW.narrow), self._narrow
             )
         return pending
 
     def _is_judged_anyway(self, func: Any, args: tuple[Any, ...]) -> bool:
-        return func.overloadpacket in SEARCHING or (is_in_forward() and bounds_for_later(func, args))
+        is_bound = is_in_forward() and bounds_for_later(func, args)
+        return is_bound or func.overloadpacket in SEARCHING or clamps_for(func, args) is not None
 
     def _is_changed(self, func: Any, dtype: torch.dtype | None) -> bool:
         return func.overloadpacket in CHANGING_IN_PLACE and dtype in NARROW and is_in_forward()
@@ -256,7 +249,6 @@ class SecondComputation(Recomputation):
     def _ran(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
         if is_cast_to_fp8(pending.func, *pending.given):
             self._compare_cast(pending, result)
-            return
         self._kept.ran(pending.func, pending.given[0], results)
         self._read_numbers(pending, result)
         self._broken.passed_on(numbers_of(pending.given[0]), results)
@@ -359,7 +351,7 @@ class SecondComputation(Recomputation):
         source = pending.given[0][pending.func.overloadpacket is aten.copy_]
         if not (has_numbers(source) and source.shape == value.shape and source.numel()):
             return
-        describe = partial(self._record, pending, value, text=passed_through(value.dtype))
+        describe = partial(self._record, pending, value)
         self._flushes.cast(value, source, lambda kind, **figures: _at_its_line(describe(kind, **figures)))
 
     def _compare_clamp(self, func: Any, args: tuple[Any, ...], fp8: torch.dtype) -> None:
@@ -401,7 +393,7 @@ class SecondComputation(Recomputation):
         twin = self.twin(scores)
         if twin is not None and (share := tied(scores, twin, *args[1:])):
             dim = args[2] if len(args) > 2 else -1
-            figures = {"fraction": share, "k": k, "scores": scores.shape[dim], "text": dtype_name(self._narrow)}
+            figures = {"fraction": share, "k": k, "scores": scores.shape[dim], "text": passed_through(self._narrow)}
             self._found[Ties].append(self._record(pending, scores, Ties, **figures))
 
     def _compare_integers(self, pending: Pending, value: Any) -> None:
@@ -426,7 +418,7 @@ class SecondComputation(Recomputation):
         table = given[SEARCHING[operator]] if operator in SEARCHING else None
         if not is_in_forward():
             return
-        describe = partial(self._record, pending, result, text=dtype_name(self._narrow))
+        describe = partial(self._record, pending, result, text=passed_through(self._narrow))
         if pending.exact is None:
             if table is not None:
                 self._choices.searched(table, describe)
@@ -443,7 +435,7 @@ class SecondComputation(Recomputation):
 
     def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, inherited: float) -> None:
         """Record a result that is mostly the error of its inputs; ``inherited``: its error relative to the exact one's norm."""
-        if not inherited >= _RAISED or self._kept.is_compensated(value):
+        if not inherited >= _RAISED or self._kept.is_compensated(value) or self._is_error_of_fp8(pending, value, twin):
             return
         before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
         place = _SATURATING.get(pending.func.overloadpacket)
@@ -460,6 +452,15 @@ class SecondComputation(Recomputation):
                 origin = self._origins.of([value])
                 self._raised = self._record(pending, value, AmplifiedError, *origin, before=before, after=inherited)
 
+    def _is_error_of_fp8(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> bool:
+        """Return whether a difference is that of numbers and the same in FP8, as in a straight-through estimator."""
+        of_fp8 = "".join(self._origins.worst_of(value)[-1:]).startswith("float8")
+        if pending.func.overloadpacket not in DIFFERENCES or not of_fp8:
+            return False
+        return float(twin.norm()) <= ZERO_BUT_FOR_ROUNDING * max(
+            map(float, map(torch.norm, numbers_of(pending.arguments[0])))
+        )
+
     def _add(self, pending: Pending, record: Record, off: torch.Tensor) -> None:
         """Add the record of an operator's result; ``off``: its error, whose effect on the loss may become known."""
         self._found[type(record)].append(record)
@@ -472,8 +473,8 @@ class SecondComputation(Recomputation):
         record: GradientsError = self._record(pending, value, GradientsError, "", *origin)
         is_python = isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
         placed: GradientsError = _at_its_line(record) if is_python else self._makers.placed(record)
-        is_narrow = value.dtype in NARROW
-        return placed if is_narrow else replace(placed, text=dtype_name(self._narrow))
+        is_narrow = value.dtype in OF_NARROW.narrow
+        return placed if is_narrow else replace(placed, text=passed_through(self._narrow))
 
     def takes(self, gradients: Iterable[Any]) -> None:
         """Search the gradients that an optimizer takes for zeros that FP16 has made outside of a backward."""

@@ -35,9 +35,11 @@ class Widening(NamedTuple):
     wide: torch.dtype
 
 
-OF_16_BITS = Widening((torch.float16, torch.bfloat16), (torch.float16, torch.bfloat16, torch.float32), torch.float32)
-OF_ALL = Widening(OF_16_BITS.having, OF_16_BITS.having, torch.float64)
-#: Results in 16 bits are taken as exact.
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+NARROW = (torch.float16, torch.bfloat16)
+OF_NARROW = Widening((*FP8, *NARROW), (*FP8, *NARROW, torch.float32), torch.float32)
+OF_ALL = Widening(OF_NARROW.having, OF_NARROW.having, torch.float64)
+#: Results in fewer bits are taken as exact.
 OF_FP32 = Widening((torch.float32,), (torch.float32,), torch.float64)
 
 
@@ -284,5 +286,8 @@ def is_equal(one: torch.Tensor, twin: torch.Tensor) -> bool:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return whether no element of a floating-point tensor is infinite or NaN."""
+    if tensor.dtype in FP8:
+        # It has no sums.
+        tensor = tensor.float()
     # A finite sum has finite terms only, and an infinite one may have too.
     return math.isfinite(tensor.sum()) or all(map(math.isfinite, torch.aminmax(tensor)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FLOAT32, FORMATS
@@ -55,6 +55,8 @@ _AS_LARGE = 1.0
 _OF_WRONG_GRADIENTS = ("non-finite-event", "argument-out-of-range")
 #: More terms than a model has layers.
 _MANY = 128
+#: The error of gradients that have hardly a right element left.
+_NEARLY_ALL = 0.9
 #: torch's dtypes of the FP8 formats.
 _FP8_TYPES = {FLOAT8_E4M3.name: "float8_e4m3fn", FLOAT8_E5M2.name: "float8_e5m2"}
 
@@ -283,6 +285,7 @@ class _Flush(Sentences):
         "In step {step}, in {place}, a cast to {dtype:format} with one scale for all rows flushes nearly all values of "
         "{rows:percent} of the rows to zero: others are so much larger. Its lost inputs are up to {largest:.2g}."
     )
+    SPOILS = "With it, the gradients of the weights are off by {off_by} of their size, all together."
     SCALE_ROWS = (
         "Scale each row by its own largest magnitude before the cast, and divide the product's rows by the scales."
     )
@@ -369,12 +372,39 @@ def _casts_flush(case: Case) -> Iterator[Found]:
     """Yield casts to FP8 without a scale, or with one scale for rows of very different magnitudes."""
     for flushed in by_place(case.recorded(FlushedResult), "flushed"):
         if flushed.text in _FP8_TYPES:
-            edge, type = FORMATS[flushed.text].flush_exponent, _FP8_TYPES[flushed.text]
-            words = {"count": int(flushed.elements), "edge": edge, "type": type}
-            says = (_Flush.CAST, _Flush.SCALE, _Flush.SCALED)
+            words = {"count": int(flushed.elements), "edge": FORMATS[flushed.text].flush_exponent}
+            says, fix, code = _Flush.CAST, _Flush.SCALE, _Flush.SCALED
             if flushed.rows:
-                says = (_Flush.ROWS, _Flush.SCALE_ROWS, _Flush.SCALED_ROWS)
-            yield found_at(flushed, *says, words)
+                says, fix, code = _Flush.ROWS, _Flush.SCALE_ROWS, _Flush.SCALED_ROWS
+            yield _of_cast(flushed, case, says, fix, code, words)
+
+
+def _of_cast(
+    cast: FlushedResult | SaturatedCast,
+    case: Case,
+    says: Sentences,
+    fix: Sentences,
+    code: Sentences,
+    words: Mapping[str, object],
+) -> Found:
+    """Return the occurrence of a cast to FP8 that loses values, with the error of the gradients if it begins at its line."""
+    error = max((each.error for each in _begins_at({cast.names[1]}, case) if each.step == cast.step), default=0.0)
+    words = {"type": _FP8_TYPES[cast.text], "off_by": percent_up_to(error), **words}
+    return found_at(cast, (says, _Flush.SPOILS.when(error)), fix, code, words, is_grave=error >= _NEARLY_ALL)
+
+
+def _begins_at(lines: set[str], case: Case) -> Iterator[GradientsError]:
+    """Yield the errors of gradients that begin at one of these lines."""
+    for each in case.recorded(GradientsError):
+        origin = origin_of(each)
+        if each.error >= _MOSTLY and not lines.isdisjoint((each.names[1], origin.names[1] if origin else "")):
+            yield each
+
+
+def _lines_of_fp8(case: Case) -> set[str]:
+    """Return the lines that lose values in FP8."""
+    flushed = {each.names[1] for each in case.recorded(FlushedResult) if each.text in _FP8_TYPES}
+    return (flushed | {each.names[1] for each in case.recorded(SaturatedCast)}) - {""}
 
 
 class _Saturated(Sentences):
@@ -392,7 +422,7 @@ def _cast_saturates(case: Case) -> Iterator[Found]:
     False alarms: The cut is measured, and reported from 5% of the sum of magnitudes on. Some trainings converge in spite of it.
     """
     for clamp in by_place(case.recorded(SaturatedCast), "lost"):
-        yield found_at(clamp, _Saturated.CUT, _Saturated.CURRENT_SCALE, _Flush.SCALED, {"type": _FP8_TYPES[clamp.text]})
+        yield _of_cast(clamp, case, _Saturated.CUT, _Saturated.CURRENT_SCALE, _Flush.SCALED, {})
 
 
 def _flushed_lines(case: Case) -> set[str]:
@@ -503,7 +533,12 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
     """
     first = first_event(case)
     flushed = _flushed_lines(case)
-    others = (each for each in case.recorded(AmplifiedError) if each.names[1] not in flushed)
+    of_fp8 = _lines_of_fp8(case)
+    others = (
+        each
+        for each in case.recorded(AmplifiedError)
+        if each.names[1] not in flushed and not ((origin := origin_of(each)) and origin.names[1] in of_fp8)
+    )
     for cancelled in by_place(others, "after", most=1.0):
         if cancelled.unit:
             yield _of_rounded_numbers(cancelled, case)
@@ -613,6 +648,9 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     )
     if any(each.step == first.step and gradients_off(each)[0] for each in others):
         return
+    if first in _begins_at(_lines_of_fp8(case), case):
+        # Other faults name the cast.
+        return
     if first.names[2] == "backward" and first.names[0] in PRODUCTS:
         # The operands were right: over the batch their products cancel, as at an optimum.
         return
@@ -652,7 +690,14 @@ FAULTS = (
         checked=TWICE,
     ),
     Fault("kept-number-not-finite", "warning", _number_stays_broken, (_Stuck,), checked=TWICE),
-    Fault("operator-flushes", "warning", _operator_flushes, (_Flush,), checked=TWICE),
+    Fault(
+        "operator-flushes",
+        "warning",
+        _operator_flushes,
+        (_Flush,),
+        ("gradients-all-zero", "result-is-rounding-error"),
+        checked=TWICE,
+    ),
     Fault("cast-saturates", "warning", _cast_saturates, (_Saturated, _Flush), checked=TWICE),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, Gradients), _OF_WRONG_GRADIENTS, checked=TWICE),
     Fault(
