@@ -726,7 +726,7 @@ class BornInfinite(Record, kind="second-born"):
         near: the largest magnitude of the first result near FP16's end.
         is_last: 1 if the fifth and further names are those of the last operator in 16 bits before an operator in FP32.
         is_negative: 1 if all of them are -inf, as in a mask.
-        is_unused: 1 if the operator has no gradient, and nothing with one took its result in that step.
+        is_unused: 1 if no gradient depends on the infinities: nothing in the graph took them, or what did is right nevertheless.
 
     The names from the fifth on are the operator, line, module and dtype of that result, or, if ``largest`` is 0, of the rounding
     that made most of the error of the inputs.
@@ -877,6 +877,8 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
         size: the root mean square of the smaller operand; None in sessions of earlier versions.
         times: how many additions to one sum these are the figures of.
         gradients_error: the largest relative error of a weight's gradient, of all arithmetic together.
+        inherited: the error of the larger operand, relative to the smaller operand's norm. From the fifth on the names are the
+            operator, line, module and dtype that made most of it, if it is as large.
     """
 
     error: float
@@ -884,6 +886,7 @@ class AbsorbedOperand(Record, kind="second-absorbed"):
     size: float | None = None
     times: float = 1
     gradients_error: float | None = None
+    inherited: float = 0
 
 
 class FlushedResult(Record, kind="second-flushed"):

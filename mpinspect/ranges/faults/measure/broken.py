@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,9 @@ from mpinspect.ranges.faults.measure.operands import (
     is_decision,
     is_in_forward,
     numbers_of,
-    takes_gradient,
 )
 from mpinspect.ranges.faults.measure.origins import Origins
-from mpinspect.ranges.faults.measure.recomputation import Makers
+from mpinspect.ranges.faults.measure.recomputation import Makers, relative_error
 from mpinspect.ranges.faults.measure.twins import NARROW, OF_NARROW, Marks, is_finite
 from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
 from mpinspect.runtime.outputs import leaves
@@ -36,8 +35,25 @@ _LARGEST_EXPONENT = math.log(65504)
 _MOST_NODES = 256
 #: The most lines on which one operator is named as infinite.
 _MOST_LINES = 5
+#: Finite results of infinite operands are right up to this relative error.
+_HARMLESS = 0.05
 
 _Describe = Callable[..., Any]
+
+
+@dataclass
+class _Fate:
+    """What became of a tensor that infinities have reached.
+
+    Args:
+        records: those of the operators that made the infinities.
+        is_of_graph: whether a gradient depends on the tensor.
+        is_taken: whether an operator has taken it.
+    """
+
+    records: frozenset[BornInfinite]
+    is_of_graph: bool
+    is_taken: bool = False
 
 
 class Broken:
@@ -51,9 +67,11 @@ class Broken:
     def __init__(self, origins: Origins, makers: Makers) -> None:
         self._origins, self._makers = origins, makers
         self.born: list[BornInfinite] = []
-        #: The results of such operators outside of autograd's graph, and the tensors computed from them, by their records.
-        self._aside: Marks[BornInfinite] = Marks()
-        self._unused: set[BornInfinite] = set()
+        #: The results of a forward's operators of that kind, and the tensors computed from them.
+        self._fates: Marks[_Fate] = Marks()
+        self._all_fates: list[_Fate] = []
+        #: The operators whose infinities have changed a result of the graph, or were copied into a tensor that persists.
+        self._harmful: set[BornInfinite] = set()
         self._alike: list[BrokenAlike] = []
         #: The largest argument of the first exponential in FP32 that FP16 can't hold, and its line.
         self._exponent: tuple[float, str] | None = None
@@ -65,21 +83,39 @@ class Broken:
             if _LARGEST_EXPONENT < largest < math.inf:
                 self._exponent = largest, innermost_line(sys._getframe())
 
-    def takes(self, operator: Any, arguments: tuple[Any, ...]) -> None:
-        """Notice that an operator takes infinities from outside of the graph into it, or into a tensor that persists."""
-        if not self._unused:
-            return
-        is_used = takes_gradient(arguments) or operator is aten.copy_
-        for each in leaves(arguments):
-            if is_used and has_numbers(each) and (record := self._aside.of(each)) is not None:
-                self._unused.discard(record)
+    def ran(self, operator: Any, operands: Iterable[Any], results: Iterable[Any], is_of_graph: bool) -> None:
+        """Follow infinities from an operator's tensors to its results.
 
-    def passed_on(self, operands: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> None:
-        """Follow infinities from outside of the graph to an operator's results."""
-        if self._unused:
-            record = next(filter(None, map(self._aside.of, operands)), None)
-            for each in results:
-                self._aside.put(each, record)
+        Args:
+            is_of_graph: whether a gradient depends on the results.
+        """
+        if not self._all_fates:
+            return
+        fates = [fate for each in operands if isinstance(each, torch.Tensor) and (fate := self._fates.of(each))]
+        records = frozenset().union(*(fate.records for fate in fates))
+        for fate in fates:
+            fate.is_taken = True
+        if operator is aten.copy_:
+            self._harmful |= records
+        for each in results if records else ():
+            if isinstance(each, torch.Tensor):
+                self._follow(each, records, is_of_graph and not is_decision(each))
+
+    def _follow(self, result: torch.Tensor, records: frozenset[BornInfinite], is_of_graph: bool) -> None:
+        fate = _Fate(records, is_of_graph)
+        self._all_fates.append(fate)
+        self._fates.put(result, fate)
+
+    def is_finite(self, result: torch.Tensor, twin: torch.Tensor) -> None:
+        """Handle a finite result: infinities before it did no harm if it is right nevertheless, as a tanh's is."""
+        fate = self._fates.of(result) if self._all_fates else None
+        if fate is None:
+            return
+        if relative_error(result, twin) <= _HARMLESS:
+            fate.is_taken = True
+            self._fates.put(result, None)
+        elif fate.is_of_graph:
+            self._harmful |= fate.records
 
     def judge(
         self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: torch.Tensor, describe: _Describe
@@ -128,9 +164,10 @@ class Broken:
             names, figures["near"] = near.names, near.largest
         record: BornInfinite = self._makers.placed(describe(BornInfinite, line, *names, **figures))
         self.born.append(record)
-        if pending.node is None and is_in_forward():
-            self._aside.put(value, record)
-            self._unused.add(record)
+        if is_in_forward():
+            before = self._fates.of(value)
+            records = frozenset([record]) | (before.records if before else frozenset())
+            self._follow(value, records, pending.node is not None)
 
     def _last_narrow(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """Return the operator, line, module and dtype of the last operator in 16 bits before some tensors; () if unknown."""
@@ -144,7 +181,10 @@ class Broken:
         """Return the first operator that broke, and the same operator where it broke on further lines."""
         # Broken weights break all that follows; an operator with finite inputs is a cause of its own.
         self._alike.sort(key=lambda each: not each.from_finite)
-        self.born = [replace(each, is_unused=1.0) if each in self._unused else each for each in self.born]
+        followed = {each for fate in self._all_fates for each in fate.records}
+        ended_in = {each for fate in self._all_fates if fate.is_of_graph and not fate.is_taken for each in fate.records}
+        unused = followed - ended_in - self._harmful
+        self.born = [replace(each, is_unused=1.0) if each in unused else each for each in self.born]
         self.born.sort(key=lambda each: each.is_unused)
         return [
             *(each for found in (self.born, self._alike) for each in found[:1]),

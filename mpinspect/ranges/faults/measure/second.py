@@ -50,7 +50,7 @@ from mpinspect.ranges.faults.measure.operands import (
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.recomputation import DECIDING, Recomputation, relative_error
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
-from mpinspect.ranges.faults.measure.twins import NARROW, OF_NARROW, ZERO_BUT_FOR_ROUNDING, Marks, is_finite
+from mpinspect.ranges.faults.measure.twins import NARROW, OF_NARROW, ZERO_BUT_FOR_ROUNDING, Marks, distance, is_finite
 from mpinspect.ranges.records import (
     MOSTLY_ERROR,
     AbsorbedOperand,
@@ -165,7 +165,6 @@ class SecondComputation(Recomputation):
         if func.overloadpacket is aten.exp:
             self._broken.exponential(args[0])
         if is_in_forward():
-            self._broken.takes(func.overloadpacket, args)
             self._edges.called(func.overloadpacket, args)
             self._read_casts(func, args)
             self._read_divisor(func, args)
@@ -251,7 +250,8 @@ class SecondComputation(Recomputation):
             self._compare_cast(pending, result)
         self._kept.ran(pending.func, pending.given[0], results)
         self._read_numbers(pending, result)
-        self._broken.passed_on(numbers_of(pending.given[0]), results)
+        is_of_graph = pending.node is not None or not is_in_forward()
+        self._broken.ran(pending.func.overloadpacket, leaves(pending.given[0]), leaves((result,)), is_of_graph)
         super()._ran(pending, result, results)
 
     def _judge(self, pending: Pending, results: list[torch.Tensor]) -> None:
@@ -298,6 +298,7 @@ class SecondComputation(Recomputation):
                 # A mask's infinities hide no error of the other elements.
                 self._origins.passed_on(numbers_of(pending.given[0]), [value])
             return
+        self._broken.is_finite(value, twin)
         self._growth.ran(numbers_of(pending.given[0]), value, value, twin, partial(self._raising, pending, value))
         if is_in_forward() and value.dtype is torch.float16 and value.numel():
             largest = float(value.abs().max())
@@ -319,7 +320,7 @@ class SecondComputation(Recomputation):
                 describe = partial(self._record, pending, value)
                 lost = self._additions.judge(pending, value, local, describe)
                 if lost is not None:
-                    self._add(pending, *lost)
+                    self._add(pending, self._with_inherited(pending, lost[0]), lost[1])
             compared = value, twin
             if operator in _LOSSES:
                 compared = tuple(
@@ -351,14 +352,15 @@ class SecondComputation(Recomputation):
         source = pending.given[0][pending.func.overloadpacket is aten.copy_]
         if not (has_numbers(source) and source.shape == value.shape and source.numel()):
             return
-        describe = partial(self._record, pending, value)
-        self._flushes.cast(value, source, lambda kind, **figures: _at_its_line(describe(kind, **figures)))
+        describe = _placing(partial(self._record, pending, value))
+        self._flushes.cast(value, source, describe)
+        self._flushes.clamped(source, torch.finfo(value.dtype).max, describe)
 
     def _compare_clamp(self, func: Any, args: tuple[Any, ...], fp8: torch.dtype) -> None:
         """Judge a clamp to the range of FP8, also of a backward."""
         pending = Pending(func, (args, {}), None, None, (args, {}), fp8, False, None, None, sys._getframe())
         describe = partial(self._record, pending, None, text=passed_through(fp8))
-        self._flushes.clamped(args[0], args[2], lambda kind, **figures: _at_its_line(describe(kind, **figures)))
+        self._flushes.clamped(args[0], args[2], _placing(describe))
 
     def _compare_kept(
         self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
@@ -451,6 +453,24 @@ class SecondComputation(Recomputation):
             if known is None or known.after / known.before < inherited / before:
                 origin = self._origins.of([value])
                 self._raised = self._record(pending, value, AmplifiedError, *origin, before=before, after=inherited)
+
+    def _with_inherited(self, pending: Pending, record: AbsorbedOperand) -> AbsorbedOperand:
+        """Return the record of an addition with the error that its larger operand had before, and the operator that made it."""
+        if pending.old is not None:
+            # The operand is overwritten.
+            return record
+        operands = numbers_of(pending.given[0])
+        larger, error = max(
+            ((each, self._absolute_error(each)) for each in operands), key=lambda each: float(each[0].norm())
+        )
+        inherited = ratio(error, (record.size or 0.0) * larger.numel() ** 0.5)
+        origin = self._origins.worst_of(larger) if inherited >= MOSTLY_ERROR else ()
+        return replace(record, inherited=inherited, names=(*record.names, *origin))
+
+    def _absolute_error(self, tensor: torch.Tensor) -> float:
+        """Return the norm of the error of a tensor."""
+        twin = self.twin(tensor)
+        return 0.0 if twin is None else distance(tensor, twin)
 
     def _is_error_of_fp8(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> bool:
         """Return whether a difference is that of numbers and the same in FP8, as in a straight-through estimator."""
@@ -553,6 +573,11 @@ def _worst_of(errors: dict[str, tuple[float, float]]) -> tuple[float | None, str
     large = {name: error for name, (error, size) in errors.items() if size >= least}
     whose = max(large, key=lambda name: large[name])
     return large[whose], whose
+
+
+def _placing(describe: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that makes a record as another one does, at its line."""
+    return lambda kind, **figures: _at_its_line(describe(kind, **figures))
 
 
 def _at_its_line(record: Any) -> Any:

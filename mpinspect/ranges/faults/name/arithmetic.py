@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import Case, quoted
 from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
+from mpinspect.ranges.faults.name.operators import MATTERS
 from mpinspect.ranges.records import Positions, Statistics, Ties
 from mpinspect.ranges.session import MOST_ROWS, Event, module_named
 from mpinspect.reporting.sentences import Sentences
@@ -212,12 +213,13 @@ class _Tied(Sentences):
 def _router_ties(case: Case) -> Iterator[Found]:
     """Scores that are equal in 16 bits at the edge of a top k, although the exact scores differ.
 
-    False alarms: The ties are measured, and reported from one row in a hundred on. Ties that the exact scores have too, and ties
-    at zero, do not count.
+    False alarms: The ties are measured, and reported from one row in a hundred on, as an info below a tenth. Ties that the exact
+    scores have too, and ties at zero, do not count.
     """
     for measured in case.recorded(Ties):
         words = {"module": module_named(measured.name), "dtype": measured.text}
-        yield Found.of(case, [measured], _Tied.TIED, _Tied.IN_FP32, _Tied.WIDE, words=words, layer=measured.name)
+        is_mild, fix = measured.fraction < MATTERS, _Tied.IN_FP32
+        yield Found.of(case, [measured], _Tied.TIED, fix, _Tied.WIDE, words=words, layer=measured.name, is_mild=is_mild)
         return
 
 

@@ -10,6 +10,7 @@ from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, SIGNIFICAND_BITS, Case, FP32Weights, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
+from mpinspect.ranges.faults.name.replaced import is_broken_by_loop
 from mpinspect.ranges.records import (
     BrokenAlike,
     ChangedBeforeStep,
@@ -356,9 +357,12 @@ def _gone(case: Case) -> list[ChangedBeforeStep]:
     return [
         each
         for each in case.recorded(ChangedBeforeStep)
-        if each.zeroed >= MOST_LEFT_OVER * each.of
-        # A copy may be divided by the loss scale on the way to a master.
-        or (0 < each.factor < _NOTHING and not each.masters and (each.largest or 0.0) < _SOMETHING)
+        if not is_broken_by_loop(each)
+        and (
+            each.zeroed >= MOST_LEFT_OVER * each.of
+            # A copy may be divided by the loss scale on the way to a master.
+            or (0 < each.factor < _NOTHING and not each.masters and (each.largest or 0.0) < _SOMETHING)
+        )
     ]
 
 

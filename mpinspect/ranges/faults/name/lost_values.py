@@ -99,6 +99,10 @@ class _Absorbed(Sentences):
         "In step {step}, in {place}, {times:.0f} additions in {dtype:format} to one sum lose {error:percent} of their terms: "
         "each leaves {unchanged:percent} of the elements unchanged, since the terms are below half a unit in the last place."
     )
+    LARGER_IS_OFF = (
+        "The larger one was off by {inherited:percent} of the smaller one's size before: in {origin_place}, {origin_operator} "
+        "rounds it to {origin_dtype:format}."
+    )
     SUM_IN_FP32 = "Keep the running sum in FP32, and add FP32 terms to it."
     ZERO_IN_FP32 = "# once\ntotal = total.float()\n# in the loop\ntotal = total + term.float()"
     STREAM_IN_FP32 = "Keep the larger operand, such as a residual stream or a running sum, in FP32, and add in FP32."
@@ -117,14 +121,27 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
             also = None
         begins_near_zero = absorbed.size is not None and absorbed.size < _LEAST_BRANCH and also is None
         is_fault = absorbed.unchanged >= _MOSTLY and not begins_near_zero
-        says, fix, code = _Absorbed.NOTHING_CHANGES, _Absorbed.STREAM_IN_FP32, _Absorbed.CAST
+        says: Sentences = _Absorbed.NOTHING_CHANGES
+        fix: Sentences = _Absorbed.STREAM_IN_FP32
+        code: Sentences = _Absorbed.CAST
         if absorbed.times > 1:
             # It has lost most of its terms, although it may have changed until it stopped. The branches of a model are few.
             is_fault = absorbed.times >= _MANY or not (absorbed.name and begins_near_zero)
             says, fix, code = _Absorbed.SUM_STOPS, _Absorbed.SUM_IN_FP32, _Absorbed.ZERO_IN_FP32
-        is_grave = is_fault and _spoils_gradients(absorbed, case)
-        more = {"operator": "add", "is_mild": not is_fault, "is_grave": is_grave}
-        yield found_at(absorbed, (says, also), fix.when(is_fault), code.when(is_fault), words, **more)
+        origin = origin_of(absorbed)
+        if origin is not None:
+            fix, code = Born.FROM_ORIGIN_IN_FP32, Born.CAST_BOTH
+        yield found_at(
+            absorbed,
+            (says, _Absorbed.LARGER_IS_OFF.when(origin), also),
+            fix.when(is_fault),
+            code.when(is_fault),
+            {**words, "origin_expression": "f(z.float())", **words_of(origin)},
+            operator="add" * (origin is None),
+            is_mild=not is_fault,
+            is_grave=is_fault and _spoils_gradients(absorbed, case),
+            before=[origin.names[1]] if origin else [],
+        )
 
 
 def _is_explained(absorbed: AbsorbedOperand, case: Case) -> bool:

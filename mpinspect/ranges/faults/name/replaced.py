@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
@@ -14,6 +15,7 @@ from mpinspect.ranges.records import (
     BrokenElsewhere,
     BrokenState,
     BrokenWeights,
+    ChangedBeforeStep,
     ReplacedBeforeStep,
     SteppedBesideScaler,
     SteppedWhileScaled,
@@ -86,6 +88,38 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
         )
 
 
+class _AfterCheck(Sentences):
+    BROKEN = (
+        "In step {step}{again} all gradients were finite {when}, and {nans:.0f} of {of:.0f} held infinities or NaNs when the "
+        "optimizer stepped on them: the loop's own code wrote these in between."
+    )
+    BEFORE_UNSCALING = (
+        "Run code that writes into gradients, such as an average over replicas or an all-reduce, before scaler.unscale_(): there "
+        "the scaler looks for infinities, in the gradients that it is given. All replicas have to skip the same steps."
+    )
+    LOOK = "Look at what divides, averages or replaces gradients between the backward and the step."
+    MOVE = "# after the code that writes into gradients\n# {at_unscale}\nscaler.unscale_(optimizer)"
+
+
+def _broken_after_check(case: Case) -> Iterator[Found]:
+    """Gradients that were finite after the backward, and after a scaler's check, and infinite or NaN when the optimizer stepped.
+
+    False alarms: The values are measured. A division by a norm beyond FP16's end is another fault.
+    """
+    broken = [each for each in case.recorded(ChangedBeforeStep) if is_broken_by_loop(each)]
+    if broken:
+        says, fix, code, when = _AfterCheck.BROKEN, _AfterCheck.LOOK, None, "after the backward"
+        if case.scalers:
+            fix, code, when = _AfterCheck.BEFORE_UNSCALING, _AfterCheck.MOVE, "when the scaler looked for infinities"
+        yield Found.of(case, broken, says, fix, code, words={"when": when}, layer=broken[0].name)
+
+
+def is_broken_by_loop(changed: ChangedBeforeStep) -> bool:
+    """Return whether finite gradients became infinite or NaN before the step, and not by a norm that overflowed in FP16."""
+    is_by_norm = changed.sum_of_squares > FLOAT16.max_finite
+    return bool(changed.nans) and not changed.not_finite and not changed.masters and not is_by_norm
+
+
 class _Broken(Sentences):
     WRITTEN = (
         "In step {step} {weights:some 3} became infinite or NaN although no optimizer had stepped: the backward of step "
@@ -147,6 +181,10 @@ class _ByStep(Sentences):
         "root or inverse is then infinite or NaN."
     )
     LOOK = "Look at the divisions, roots and logarithms in the optimizer's step, and at what divides the gradients before it."
+    AFTER_UNSCALING = (
+        "A GradScaler looks for infinities in unscale_() alone: run code that writes into gradients, such as an average over "
+        "replicas, before it."
+    )
     FLOAT = 'state["{first}"] = state["{first}"].float()'
 
 
@@ -176,7 +214,7 @@ def _broken_by_step(case: Case) -> Iterator[Found]:
         (_ByStep.WRITTEN, _ByStep.STATES.when(held), _ByStep.IN_16_BITS.when(narrow)),
         {**broken.figures, "names": list(broken.names[:MOST_NAMES]), "states": held},
         words,
-        _ByStep.IN_FP32.when(narrow) or _ByStep.LOOK,
+        _ByStep.IN_FP32.when(narrow) or (_ByStep.LOOK, _ByStep.AFTER_UNSCALING.when(case.scalers)),
         _ByStep.FLOAT.when(narrow),
         layer=broken.name,
         is_inferred=True,
@@ -345,6 +383,7 @@ FAULTS = (
         (*_OF_BROKEN_WEIGHTS, "argument-out-of-range", "scaler-shared"),
         "warning",
     ),
+    Fault("gradients-broken-after-check", "error", _broken_after_check, (_AfterCheck,), _OF_BROKEN_WEIGHTS),
     Fault("weights-broken-by-step", "error", _broken_by_step, (_ByStep,), _OF_BROKEN_WEIGHTS),
     Fault("weights-broken-by-loop", "error", _broken_by_loop, (_Broken,), _OF_BROKEN_WEIGHTS, is_of_every_step=True),
     Fault(
