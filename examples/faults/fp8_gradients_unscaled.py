@@ -1,7 +1,7 @@
 """An encoder's head casts its gradients to FP8 without a scale: all are flushed, and nothing before the head learns."""
 
 # Thread: no thread: FP8 recipes take a scale for each tensor, which this cast by hand lacks
-# Finding: gradients-all-zero in encoder
+# Finding: operator-flushes, from step 1
 import torch
 from torch import nn
 

@@ -741,6 +741,11 @@ class BornInfinite(Record, kind="second-born"):
     is_negative: float = 0
     is_unused: float = 0
 
+    @property
+    def did_harm(self) -> bool:
+        """Whether gradients depend on infinities of a forward, and not on those of a mask."""
+        return bool(self.largest and not self.is_negative and not self.is_unused and self.names[2:3] == ("forward",))
+
 
 class NearestEnd(Record, kind="second-nearest-end"):
     """The operator of a forward whose finite results came nearest to FP16's end: their ``largest`` magnitude."""

@@ -378,7 +378,9 @@ def cast(dtype=torch.float8_e4m3fn, *, is_scaled=False, size=1e-5, spread=0.0, h
 )
 def test_a_cast_to_fp8_that_leaves_zeros_is_named_with_its_line(dtype, size, named):
     found = cast(dtype, size=size)["operator-flushes"]
-    assert (found.severity, found.step, found.certainty) == ("warning", 1, "measured")
+    # No weight gets a gradient.
+    assert (found.severity, found.step, found.certainty) == ("error", 1, "measured")
+    assert "the gradients of the weights are off by 100% of their size" in found.message
     assert found.evidence["line"].startswith("test_flushed.py:")
     assert f"in the backward of Cast ({found.evidence['line']}), a cast to {named} flushes 100% of 64 " in found.message
     assert str(dtype) in found.code
@@ -576,6 +578,27 @@ def test_a_clamp_before_a_cast_to_fp8_that_cuts_off_values_is_named_with_their_s
     assert (found["cast-saturates"].severity, found["cast-saturates"].certainty) == ("warning", "measured")
     assert (figures["bound"], figures["largest"], figures["saturated"]) == (bound, 3 * bound, 0.5)
     assert figures["lost"] == pytest.approx(2 / 4)
+
+
+@pytest.mark.parametrize(("size", "severity"), [(1e2, None), (1e3, "warning"), (1e5, "error")])
+def test_a_cast_to_fp8_that_saturates_is_named_and_the_gradients_error_makes_it_an_error(size, severity):
+    torch.manual_seed(0)
+    cast = torch.tensor(1e3).to(torch.float8_e4m3fn)
+    if not bool(cast.float().isfinite()):
+        pytest.skip("this torch casts what is beyond FP8's range to NaN")
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+
+    def loss_of(_):
+        hidden = model[0](size * torch.randn(16, 8))
+        rounded = hidden + (hidden.to(torch.float8_e4m3fn).float() - hidden).detach()
+        return (model[1](rounded) / size).square().mean()
+
+    found = by_id(inspected(model, loss_of, 4, second=True))
+    named = found.get("cast-saturates")
+    assert (named and named.severity) == severity
+    if named is not None:
+        assert severity != "error" or "the gradients of the weights are off by" in named.message
+        assert "gradients-inaccurate" not in found
 
 
 @pytest.mark.parametrize(

@@ -556,10 +556,22 @@ def test_an_operand_that_is_absorbed():
     with Twice() as second:
         torch.full((100,), 512.0).bfloat16() + torch.ones(100).bfloat16()
     (absorbed,) = records(second, AbsorbedOperand)
-    assert (absorbed.unchanged, absorbed.error) == (1.0, pytest.approx(1.0))
+    assert (absorbed.unchanged, absorbed.error, absorbed.inherited) == (1.0, pytest.approx(1.0), 0.0)
     with Twice() as second:
         torch.full((100,), 512.0).bfloat16() + 8 * torch.ones(100).bfloat16()
     assert records(second, AbsorbedOperand) == []
+
+
+def test_an_operand_that_is_absorbed_by_a_larger_one_with_an_error_of_its_size_leads_to_that_error():
+    exact = 512 + torch.rand(100, generator=torch.Generator().manual_seed(0))
+    small = torch.full((100,), 0.5)
+    with Twice() as second:
+        total = exact.bfloat16() * 1.0
+        total + small.bfloat16()
+    (absorbed,) = records(second, AbsorbedOperand)
+    rounded = exact.bfloat16().float() - exact
+    assert absorbed.inherited == pytest.approx(float(rounded.norm() / small.norm()), rel=1e-3)
+    assert (absorbed.names[0], absorbed.names[4], absorbed.names[7]) == ("add", "_to_copy", "bfloat16")
 
 
 BOUNDS = {
@@ -794,6 +806,94 @@ def test_the_error_of_the_gradients_is_that_of_float32():
     for parameter, wanted in zip(model.parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(second.twin(parameter.grad), wanted.grad, rtol=1e-4, atol=1e-5)
         assert not torch.equal(parameter.grad, wanted.grad)
+
+
+def _scale(x, dtype, dim=None):
+    largest = x.detach().abs()
+    largest = largest.amax() if dim is None else largest.amax(dim, keepdim=True)
+    return torch.finfo(dtype).max / largest
+
+
+def in_e4m3(x):
+    scale = _scale(x, torch.float8_e4m3fn)
+    return (x * scale).to(torch.float8_e4m3fn).to(x.dtype) / scale
+
+
+def straight_through(x):
+    return x + (in_e4m3(x) - x).detach()
+
+
+class Product(torch.autograd.Function):
+    """A product of two FP8 operands, with one scale for a tensor or a row; its gradients are those of the exact operands."""
+
+    @staticmethod
+    def forward(ctx, x, weight, dim):
+        ctx.save_for_backward(x, weight)
+        scales = [_scale(each, torch.float8_e4m3fn, dim) for each in (x, weight)]
+        left, right = ((each * scale).to(torch.float8_e4m3fn) for each, scale in zip((x, weight), scales, strict=True))
+        inverse = [1 / scale for scale in scales]
+        right_inverse = inverse[1] if dim is None else inverse[1].t()
+        return torch._scaled_mm(left, right.t(), inverse[0], right_inverse, out_dtype=torch.bfloat16)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        gradient = gradient.float()
+        return gradient @ weight, gradient.t() @ x, None
+
+
+IN_FP8 = {
+    "casts": lambda x, weight: in_e4m3(x) @ in_e4m3(weight).t(),
+    "straight-through": lambda x, weight: x @ straight_through(weight).t(),
+    "gradients in E5M2": lambda x, weight: (x @ weight.t()).to(torch.float8_e5m2).float(),
+    "a clamp that cuts": lambda x, weight: (
+        (400 * x).clamp(-448, 448).to(torch.float8_e4m3fn).float() @ weight.t() / 400
+    ),
+    "an FP8 product": lambda x, weight: Product.apply(x, weight, None).float(),
+    "an FP8 product with scales of rows": lambda x, weight: Product.apply(x, weight, 1).float(),
+}
+
+
+@pytest.mark.parametrize("name", IN_FP8)
+def test_the_twins_of_fp8_are_those_without_casts(name):
+    x, weight = values(32, 16), values(16, 16, seed=1)
+    weight.requires_grad_()
+    model = nn.ParameterList([nn.Parameter(weight.detach().clone())])
+    exact = (x @ weight.t()).square().mean()
+    exact.backward()
+    with Twice(model) as second:
+        loss = IN_FP8[name](x, model[0]).square().mean()
+        loss.backward()
+        torch.testing.assert_close(second.twin(loss), exact, rtol=1e-5, atol=0)
+        torch.testing.assert_close(second.twin(model[0].grad), weight.grad, rtol=1e-4, atol=1e-6)
+    off = float((model[0].grad - weight.grad).norm() / weight.grad.norm())
+    found = second.records()
+    (error,) = [each for each in found if isinstance(each, GradientsError)]
+    assert error.error == pytest.approx(off, rel=1e-3)
+    assert 0.005 < off < 0.5
+    # The difference of a number and the same in FP8 is meant to be an error.
+    assert not any(isinstance(each, AmplifiedError) for each in found)
+    assert not second.skipped
+
+
+HARMLESS = {
+    "a cube before tanh": (lambda x: (x**3).tanh().float().sum(), True),
+    "a cube before a clamp": (lambda x: (x**3).clamp(max=1).float().sum(), True),
+    "a monitor": (lambda x: ((x**3).detach().max(), x.float().sum())[1], True),
+    "a reciprocal": (lambda x: (1 / (x**3)).float().sum(), False),
+    "a mask": (lambda x: (x * ((x**3).detach() < 1e5)).float().sum(), False),
+    "the loss": (lambda x: (x**3).float().sum(), False),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_infinities_are_harmless_where_all_that_is_computed_of_them_is_right(name):
+    function, is_harmless = HARMLESS[name]
+    x = torch.linspace(41, 60, 64).half().requires_grad_()
+    with Twice() as second:
+        function(x).backward()
+    (born,) = records(second, BornInfinite)
+    assert (born.names[0], bool(born.is_unused)) == ("pow", is_harmless)
 
 
 def test_operators_beyond_the_time_limit_are_not_computed_twice(monkeypatch):

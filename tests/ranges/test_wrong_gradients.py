@@ -119,6 +119,40 @@ def test_weights_that_infinite_gradients_break_are_not_the_optimizers_fault():
     assert "weights-broken-by-step" not in found
 
 
+@pytest.mark.parametrize("step_of_nan", [1, 6])
+@pytest.mark.parametrize("has_scaler", [True, False])
+@pytest.mark.parametrize("kind", ["Adam", "SGD", "SGD without momentum"])
+def test_gradients_that_the_loop_breaks_after_the_check_are_told_from_an_optimizers_own_arithmetic(
+    kind, has_scaler, step_of_nan
+):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    if kind == "Adam":
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 * (kind == "SGD"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=has_scaler)
+    with Inspector(model, optimizers=optimizer, scalers=scaler) as inspector:
+        for step in range(8):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.randn(16, 8)).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            if step == step_of_nan:
+                model.weight.grad[0] = torch.nan
+            scaler.step(optimizer)
+            scaler.update()
+    found = {finding.id: finding for finding in analyse(inspector.session()).findings}
+    # Step 1 is measured. In step 6 the optimizer's mean of the gradients shows what it got.
+    is_known = step_of_nan == 1 or kind != "SGD without momentum"
+    assert ("gradients-broken-after-check" in found) == is_known
+    if is_known:
+        cause = found["gradients-broken-after-check"]
+        certainty = "measured" if step_of_nan == 1 else "inferred"
+        assert (cause.severity, cause.step, cause.certainty) == ("error", step_of_nan, certainty)
+        assert ("scaler.unscale_()" in cause.fix) == has_scaler
+        assert not any(each.id == "weights-broken-by-step" and each.severity == "error" for each in found.values())
+
+
 @pytest.mark.parametrize(
     ("values", "kept_in", "is_found"),
     [

@@ -37,6 +37,23 @@ def test_a_table_in_bfloat16_has_the_error_of_its_fp32_computation(tmp_path):
     assert finding.evidence["line"].startswith("test_preparation.py:")
 
 
+@pytest.mark.parametrize(("size", "severity"), [(60.0, "warning"), (4.0, "info")])
+def test_what_is_computed_of_a_tensor_in_fp8_has_the_error_of_its_cast(size, severity, tmp_path):
+    logits = (
+        size * torch.linspace(-1, 1, 64).repeat(8, 1)[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+    )
+    with watched(tmp_path) as run:
+        cached = logits.to(torch.float8_e4m3fn)
+        kept = cached.float().softmax(1)
+        _trained()
+    exact = logits.softmax(1)
+    errors = [each for each in _errors(run) if each.text == "float8_e4m3"]
+    assert [each.error for each in errors] == [pytest.approx(float((kept - exact).norm() / exact.norm()), rel=1e-4)]
+    found = [each for each in analyse(run.parts.models[0].session).findings if each.id == FAULT]
+    assert [each.severity for each in found] == [severity]
+    assert "rounds to FP8 E4M3" in found[0].message
+
+
 def test_infinities_of_half_features_belong_to_the_operator_that_they_come_from(tmp_path):
     with watched(tmp_path) as run:
         raw = torch.full((64, 4), 300.0, dtype=torch.float16)

@@ -35,6 +35,8 @@ _LARGEST_EXPONENT = math.log(65504)
 _MOST_NODES = 256
 #: The most lines on which one operator is named as infinite.
 _MOST_LINES = 5
+#: Operators that read no values: a backward begins with one of its loss's shape.
+_WITHOUT_VALUES = frozenset({aten.ones_like, aten.zeros_like, aten.empty_like, aten.full_like})
 #: Finite results of infinite operands are right up to this relative error.
 _HARMLESS = 0.05
 
@@ -89,7 +91,7 @@ class Broken:
         Args:
             is_of_graph: whether a gradient depends on the results.
         """
-        if not self._all_fates:
+        if not self._all_fates or operator in _WITHOUT_VALUES:
             return
         fates = [fate for each in operands if isinstance(each, torch.Tensor) and (fate := self._fates.of(each))]
         records = frozenset().union(*(fate.records for fate in fates))

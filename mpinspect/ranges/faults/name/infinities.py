@@ -33,6 +33,7 @@ from mpinspect.ranges.records import (
     Examined,
     ExaminedArgument,
     ExaminedMask,
+    GradientsError,
     InfiniteDivisor,
     Record,
     RoundedArgument,
@@ -203,7 +204,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         },
         layer=layer,
         operator="" if origin else born.names[0],
-        is_grave=first is not None,
+        is_grave=first is not None or (born.did_harm and _spoils_gradients(born, case)),
         # A softmax, an exponential and a maximum take -inf as they take a large negative number.
         is_mild=first is None and bool(born.is_negative or born.is_unused),
         before=[
@@ -233,6 +234,11 @@ def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iter
     says = Born.BEYOND.when(born.largest) or Born.FROM_ROUNDED_INPUTS
     words = {"count": int(born.elements), "at": _at(born, False)}
     yield found_at(born, says, fix, Born.PLAIN, words, is_grave=is_grave)
+
+
+def _spoils_gradients(born: BornInfinite, case: Case) -> bool:
+    """Return whether the gradients of a step in which an operator overflowed are off by as much as their size."""
+    return any(each.step == born.step and each.error >= 1 for each in case.recorded(GradientsError))
 
 
 def _is_of_precision(born: BornInfinite, case: Case) -> bool:

@@ -100,7 +100,7 @@ class _Absorbed(Sentences):
         "each leaves {unchanged:percent} of the elements unchanged, since the terms are below half a unit in the last place."
     )
     LARGER_IS_OFF = (
-        "The larger one was off by {inherited:percent} of the smaller one's size before: in {origin_place}, {origin_operator} "
+        "The larger one was off by {inherited_by} of the smaller one's size before: in {origin_place}, {origin_operator} "
         "rounds it to {origin_dtype:format}."
     )
     SUM_IN_FP32 = "Keep the running sum in FP32, and add FP32 terms to it."
@@ -136,7 +136,12 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
             (says, _Absorbed.LARGER_IS_OFF.when(origin), also),
             fix.when(is_fault),
             code.when(is_fault),
-            {**words, "origin_expression": "f(z.float())", **words_of(origin)},
+            {
+                **words,
+                "inherited_by": percent_up_to(absorbed.inherited),
+                "origin_expression": "f(z.float())",
+                **words_of(origin),
+            },
             operator="add" * (origin is None),
             is_mild=not is_fault,
             is_grave=is_fault and _spoils_gradients(absorbed, case),
@@ -664,6 +669,8 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
         *case.recorded(AmplifiedError),
     )
     if any(each.step == first.step and gradients_off(each)[0] for each in others):
+        return
+    if any(each.step == first.step and each.did_harm for each in case.recorded(BornInfinite)):
         return
     if first in _begins_at(_lines_of_fp8(case), case):
         # Other faults name the cast.

@@ -41,7 +41,7 @@ class _Prepared(Sentences):
         "Keep this tensor in FP32, or take differences from 1 before the cast. Only the weights need the cast."
     )
     KEEP = "# after the cast of the model\nmodule.table = table.float()"
-    IN_FP32 = "Compute it in FP32 from FP32 values. Cast the finished tensor if it has to be in 16 bits."
+    IN_FP32 = "Compute it in FP32 from FP32 values. Cast the finished tensor if it has to be in fewer bits."
     IN_INTEGERS = (
         "Keep ids, and all numbers whose last digit matters, in int64. {dtype:format} holds every whole number only up to "
         "{most:.0f}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mpinspect.numeric.formats import FLOAT16
+from mpinspect.numeric.formats import FLOAT16, FLOAT32
 from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
@@ -88,10 +88,18 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
         )
 
 
+#: The states of torch's optimizers that are means, or sums, of the gradients.
+_MEAN_OF = {**dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "Adamax"), "exp_avg"), "SGD": "momentum_buffer"}
+
+
 class _AfterCheck(Sentences):
     BROKEN = (
         "In step {step}{again} all gradients were finite {when}, and {nans:.0f} of {of:.0f} held infinities or NaNs when the "
         "optimizer stepped on them: the loop's own code wrote these in between."
+    )
+    HELD_IN_STATE = (
+        "In step {before} {weights:some 3} became infinite or NaN. All gradients were finite {when}, and {optimizer}'s {held}, a "
+        "mean of the gradients that it got, is not: the loop's own code wrote infinities or NaNs into them in between."
     )
     BEFORE_UNSCALING = (
         "Run code that writes into gradients, such as an average over replicas or an all-reduce, before scaler.unscale_(): there "
@@ -104,14 +112,41 @@ class _AfterCheck(Sentences):
 def _broken_after_check(case: Case) -> Iterator[Found]:
     """Gradients that were finite after the backward, and after a scaler's check, and infinite or NaN when the optimizer stepped.
 
-    False alarms: The values are measured. A division by a norm beyond FP16's end is another fault.
+    False alarms: In a measured step the values are measured. Else they are inferred: an optimizer of torch keeps a mean of its
+    gradients in FP32, and the infinities and NaNs in it were theirs. A division by a norm beyond FP16's end is another fault.
     """
     broken = [each for each in case.recorded(ChangedBeforeStep) if is_broken_by_loop(each)]
+    fix, code, when = _AfterCheck.LOOK, None, "after the backward"
+    if case.scalers:
+        fix, code, when = _AfterCheck.BEFORE_UNSCALING, _AfterCheck.MOVE, "when the scaler looked for infinities"
     if broken:
-        says, fix, code, when = _AfterCheck.BROKEN, _AfterCheck.LOOK, None, "after the backward"
-        if case.scalers:
-            fix, code, when = _AfterCheck.BEFORE_UNSCALING, _AfterCheck.MOVE, "when the scaler looked for infinities"
-        yield Found.of(case, broken, says, fix, code, words={"when": when}, layer=broken[0].name)
+        yield Found.of(case, broken, _AfterCheck.BROKEN, fix, code, words={"when": when}, layer=broken[0].name)
+    elif (state := _mean_of_broken(case)) is not None:
+        weights = next(case.recorded(BrokenWeights))
+        words = {
+            "before": state.step - 1,
+            "weights": list(weights.names),
+            "optimizer": state.names[0],
+            "held": state.names[1],
+            "when": when,
+        }
+        more: dict[str, Any] = {"layer": state.name, "is_inferred": True, "step": state.step - 1}
+        yield Found.of(case, [weights], _AfterCheck.HELD_IN_STATE, fix, code, words=words, **more)
+
+
+def _broken_in_step(case: Case) -> BrokenWeights | None:
+    """Return the weights that became infinite or NaN after a backward whose gradients were finite; None without any."""
+    broken = next(case.recorded(BrokenWeights), None)
+    is_first = broken is not None and broken.step and not any(event.step < broken.step for event in case.events)
+    return broken if is_first and any(case.recorded(BrokenState)) else None
+
+
+def _mean_of_broken(case: Case) -> BrokenState | None:
+    """Return an optimizer's mean of gradients that is infinite or NaN, so that gradients were; None if that is not known."""
+    if _broken_in_step(case) is None:
+        return None
+    states = (each for each in case.recorded(BrokenState) if each.names[0] in _MEAN_OF and each.text == FLOAT32.name)
+    return next((each for each in states if each.broken and each.names[1] == _MEAN_OF[each.names[0]]), None)
 
 
 def is_broken_by_loop(changed: ChangedBeforeStep) -> bool:
@@ -181,10 +216,6 @@ class _ByStep(Sentences):
         "root or inverse is then infinite or NaN."
     )
     LOOK = "Look at the divisions, roots and logarithms in the optimizer's step, and at what divides the gradients before it."
-    AFTER_UNSCALING = (
-        "A GradScaler looks for infinities in unscale_() alone: run code that writes into gradients, such as an average over "
-        "replicas, before it."
-    )
     FLOAT = 'state["{first}"] = state["{first}"].float()'
 
 
@@ -193,8 +224,8 @@ def _broken_by_step(case: Case) -> Iterator[Found]:
 
     False alarms: That the optimizer wrote them is inferred. Code between its step and the next forward may have done so.
     """
-    broken, states = next(case.recorded(BrokenWeights), None), list(case.recorded(BrokenState))
-    if broken is None or not broken.step or not states or any(event.step < broken.step for event in case.events):
+    broken, states = _broken_in_step(case), list(case.recorded(BrokenState))
+    if broken is None or _mean_of_broken(case) is not None:
         return
     if any(epsilon_zero(case)) or any(moments_flushed(case)):
         return
@@ -214,7 +245,7 @@ def _broken_by_step(case: Case) -> Iterator[Found]:
         (_ByStep.WRITTEN, _ByStep.STATES.when(held), _ByStep.IN_16_BITS.when(narrow)),
         {**broken.figures, "names": list(broken.names[:MOST_NAMES]), "states": held},
         words,
-        _ByStep.IN_FP32.when(narrow) or (_ByStep.LOOK, _ByStep.AFTER_UNSCALING.when(case.scalers)),
+        _ByStep.IN_FP32.when(narrow) or _ByStep.LOOK,
         _ByStep.FLOAT.when(narrow),
         layer=broken.name,
         is_inferred=True,
