@@ -1,4 +1,4 @@
-"""Two replicas average their gradients after ``scaler.unscale_``: one overflows and skips, and the other steps on its infinities."""
+"""Replicas average their gradients after ``scaler.unscale_``: one overflows and skips, the other steps on its infinities."""
 
 # Thread: no thread: GradScaler looks for infinities when it unscales, in the gradients of its own optimizer alone
 # Finding: gradients-broken-after-check in left

@@ -1,5 +1,6 @@
 """A GELU written out, in FP16: the cube of a large input is infinite, and the tanh of it exactly what it should be."""
 
+# Thread: as areas_in_fp16.py, without harm
 import math
 
 import torch
