@@ -1,4 +1,4 @@
-"""A second computation of a step: every operator runs once more, on FP32 twins of the run's 16-bit values.
+"""A second computation of a step: every operator runs once more, on FP32 twins of the run's values in 16 bits and FP8.
 
 The run's own tensors are neither read late nor written. A twin belongs to a storage, so that views and writes in place need no
 bookkeeping; a tensor without one equals its twin. Each operator is judged twice: its *local* error is the error of its own
