@@ -144,9 +144,13 @@ def _computes_in(session: Session, format: FloatFormat | None) -> str:
         return f"{narrow}: "
     in_part = (not any(ledger.autocast) or "" in ledger.autocast) and FLOAT32.name in ledger.outputs
     if name and in_part and format != FLOAT32:
-        return f"Computes in FP32 and {name}: "
-    casts = " with casts to FP8" * any(each.what == CastToFP8.kind for each in session.measurements)
+        name = f"FP32 and {name}"
+    casts = " with casts to FP8" * _casts_to_fp8(session)
     return filled(f"Computes in {{}}{casts}: ", name)
+
+
+def _casts_to_fp8(session: Session) -> bool:
+    return any(each.what == CastToFP8.kind for each in session.measurements)
 
 
 class _Unknown(Sentences):
@@ -409,6 +413,8 @@ def _healthy(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice
     if format == FLOAT16:
         return text(_next_in_float16(session, fp16), figures)
     says = _Healthy.NOTHING
+    if _casts_to_fp8(session):
+        return text(says, figures)
     if format == BFLOAT16:
         says = _Healthy.KEEP_BF16
     elif format is None and is_hidden(session):
