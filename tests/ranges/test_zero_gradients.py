@@ -123,7 +123,7 @@ class NarrowLinear(nn.Linear):
 
 
 @pytest.mark.parametrize(("factor", "is_told"), [(1e-9, True), (1.0, False)])
-def test_a_backward_that_casts_to_fp8_without_a_scale_is_named(factor, is_told):
+def test_a_backward_that_casts_to_fp8_without_a_scale_is_where_the_gradients_become_zero(factor, is_told):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), NarrowLinear(16, 4))
     found = named(train(model, lambda model, x: model(x).square().mean() * factor))
@@ -132,8 +132,6 @@ def test_a_backward_that_casts_to_fp8_without_a_scale_is_named(factor, is_told):
         (finding,) = found
         assert (finding.severity, finding.layer, finding.certainty) == ("warning", "0.weight", "inferred")
         assert finding.evidence["border"] == "2"
-        assert "FP8 E5M2 and FP8 E4M3" in finding.message
-        assert "float8_e5m2" in finding.code
 
 
 class Residual(nn.Module):
@@ -173,7 +171,6 @@ def test_layers_amid_the_model_that_lose_their_gradients_are_a_warning():
         *(f"blocks.{block}.{name}" for block in (0, 1) for name in ("0.weight", "0.bias", "2.weight"))
     ]
     assert "arrive at the output of 'blocks.{0..1}.2'" in finding.message
-    assert "FP8 E5M2" in finding.message
     assert report.verdict.healthy is False
 
 
@@ -191,14 +188,13 @@ def test_blocks_that_begin_at_zero_are_silent_in_the_first_step_alone():
     assert named(train(Residual(zeros), lambda model, x: (model(x) - 1).square().mean(), steps=20)) == []
 
 
-def test_a_dead_relu_is_not_taken_for_a_cast():
+def test_a_dead_relu_is_where_the_gradients_become_zero():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     nn.init.constant_(model[2].bias, -100.0)
     (finding,) = named(train(model, lambda model, x: (model(x) - 3).square().mean()))
     assert finding.severity == "warning"
     assert finding.evidence["border"] == "4"
-    assert "FP8" not in finding.message
     assert "dead ReLU" in finding.message
     assert finding.code == ""
 

@@ -376,7 +376,7 @@ class Capture(Dispatcher):
             broken = sum(not bool(each.isfinite().all()) for each in kept)
             names = self.optimizers.known
             self._recording.record(NeverUpdated(backwards=backwards, kept_broken=broken, names=names))
-        if moved and self.clock.has_stopped:
+        if moved and self.clock.has_stopped and self._recording.progress.steps:
             backwards, most = self.clock.backwards_of_step, self.clock.most_backwards
             self._recording.record(StepsStopped(step=self._recording.progress.steps, backwards=backwards, most=most))
         if moved and self.clock.left_out.is_stopped:

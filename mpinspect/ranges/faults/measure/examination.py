@@ -132,9 +132,10 @@ class Examination(Measuring):
         self._ends: set[int] = set()
         #: The weights that were zero when this step's loss was not finite.
         self._zero: set[str] = set()
-        #: Norms of the weights and of some of their rows before the first step, and the names of the weights recorded as grown.
+        #: Norms of the weights and of some of their rows before the first step.
         self._began: tuple[Sent, Sent] | None = None
-        self._grown: set[str] = set()
+        #: The weights whose growth is recorded, and whether with that of the loss.
+        self._grown: set[tuple[str, bool]] = set()
         self._first_loss: float | None = None
         #: Each group's learning rate in the last step, and its initial one if a scheduler has recorded it.
         self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, float]]] = (
@@ -486,7 +487,7 @@ class Examination(Measuring):
     def _compare_rows(self, step: int, rows: dict[str, float]) -> None:
         """Compare the whole weights if the norm of a few rows of any has grown far."""
         began = (self._began and self._began[1].read()) or {}
-        if any(grown >= _GROWN for name, grown in _ratios(rows, began).items() if name not in self._grown):
+        if any(grown >= _GROWN for name, grown in _ratios(rows, began).items() if (name, False) not in self._grown):
             self._send(self._weight_norms(), partial(self._compare_norms, step))
 
     def _compare_if_grown(self, losses: list[torch.Tensor]) -> None:
@@ -501,11 +502,12 @@ class Examination(Measuring):
             )
 
     def _compare_norms(self, step: int, norms: dict[str, float], loss_ratio: float = 0.0) -> None:
-        """Record each weight whose norm has grown far beyond its first one, once."""
+        """Record each weight whose norm has grown far beyond its first one: once, and once more if the loss has grown, too."""
         began = (self._began and self._began[0].read()) or {}
         for name, grown in _ratios(norms, began).items():
-            if name not in self._grown and _GROWN <= grown < math.inf and len(self._grown) < MOST_ROWS:
-                self._grown.add(name)
+            is_known = (name, loss_ratio > 0) in self._grown
+            if not is_known and _GROWN <= grown < math.inf and len(self._grown) < MOST_ROWS:
+                self._grown.add((name, loss_ratio > 0))
                 self._record(
                     WeightGrowth(
                         name=name,

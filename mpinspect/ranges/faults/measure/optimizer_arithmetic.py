@@ -26,7 +26,7 @@ from mpinspect.ranges.faults.measure.operands import (
 )
 from mpinspect.ranges.faults.measure.repeats import Repeats
 from mpinspect.ranges.faults.measure.second import SUMS, SecondComputation
-from mpinspect.ranges.faults.measure.twins import NARROW, distance, is_finite
+from mpinspect.ranges.faults.measure.twins import NARROW, OF_NARROW, distance, is_finite
 from mpinspect.ranges.records import LostFactor, LostSum, Record, RoundedConstant, UpdateEffect
 from mpinspect.runtime.compiled_graphs import Captured, Compiled
 from mpinspect.runtime.outputs import leaves
@@ -136,8 +136,11 @@ class WholeStep(SecondComputation):
         return [*super().records(), *(record for each in self._of_optimizers for record in each.records())]
 
 
+_is_narrow = partial(is_narrow, narrow=OF_NARROW.narrow)
+
+
 class OptimizerArithmetic(SecondComputation):
-    """Recomputes an optimizer's 16-bit arithmetic in FP32, from its weights, gradients and states as they are.
+    """Recomputes an optimizer's arithmetic in FP32, from its weights, gradients and states in 16 bits or FP8 as they are.
 
     Lost updates of the weights have a fault of their own (``updates.py``), whose harm is measured here. Kahan summation makes
     rounding errors on purpose: additions and differences are judged only where they change a state.
@@ -178,7 +181,7 @@ class OptimizerArithmetic(SecondComputation):
         """Prepare an operator's second run; operators in FP32 and those of a closure are left out."""
         if torch.is_grad_enabled() or self._is_hidden():
             return []
-        if not self._twins.bytes and not any(map(is_narrow, leaves((*args, *kwargs.values())))):
+        if not self._twins.bytes and not any(map(_is_narrow, leaves((*args, *kwargs.values())))):
             return []
         self._elements = 0
         return super().before(func, args, kwargs)
@@ -243,6 +246,7 @@ class OptimizerArithmetic(SecondComputation):
     def records(self) -> list[Record]:
         """Return the first operators that overflow, flush or lose a constant, the worst sum, and the states that stop."""
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.most()]
+        found += [*self._flushes.casts.values(), *self._flushes.clamps.values()]
         found += [*self._broken.born[:1], *self._found[RoundedConstant][:1]]
         found += sorted(self._found[LostSum], key=lambda each: getattr(each, "error", math.nan))[-1:]
         found += [each for each in self._factors.values() if each.lost >= _NEARLY_ALL * each.elements]

@@ -40,6 +40,7 @@ from mpinspect.ranges.records import (
     RoundedConstant,
     SaturatedCast,
     StuckNumber,
+    WeightGrowth,
 )
 from mpinspect.reporting.sentences import Sentences
 
@@ -412,7 +413,8 @@ def _of_cast(
     """Return the occurrence of a cast to FP8 that loses values, with the error of the gradients if it begins at its line."""
     error = max((each.error for each in _begins_at({cast.names[1]}, case) if each.step == cast.step), default=0.0)
     words = {"type": _FP8_TYPES[cast.text], "off_by": percent_up_to(error), **words}
-    return found_at(cast, (says, _Flush.SPOILS.when(error)), fix, code, words, is_grave=error >= _NEARLY_ALL)
+    is_grave = error >= _NEARLY_ALL or bool(optimizer_of(cast) and case.has(WeightGrowth))
+    return found_at(cast, (says, _Flush.SPOILS.when(error)), fix, code, words, is_grave=is_grave)
 
 
 def _begins_at(lines: set[str], case: Case) -> Iterator[GradientsError]:
@@ -702,6 +704,8 @@ def _spoils_gradients(record: LostSum | AbsorbedOperand, case: Case) -> bool:
     )
 
 
+#: The ids of findings that may follow from values that a cast to FP8 loses, or from an optimizer's that it loses.
+_OF_CASTS = ("gradients-all-zero", "result-is-rounding-error", "weights-exploded", "training-diverged")
 FAULTS = (
     Fault("constant-is-one", "warning", _constant_is_one, (_One,), ("updates-lost",), checked=TWICE),
     Fault(
@@ -719,10 +723,19 @@ FAULTS = (
         "warning",
         _operator_flushes,
         (_Flush,),
-        ("gradients-all-zero", "result-is-rounding-error"),
+        _OF_CASTS,
+        is_of_every_step=True,
         checked=TWICE,
     ),
-    Fault("cast-saturates", "warning", _cast_saturates, (_Saturated, _Flush), checked=TWICE),
+    Fault(
+        "cast-saturates",
+        "warning",
+        _cast_saturates,
+        (_Saturated, _Flush),
+        _OF_CASTS,
+        is_of_every_step=True,
+        checked=TWICE,
+    ),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, Gradients), _OF_WRONG_GRADIENTS, checked=TWICE),
     Fault(
         "addition-changes-nothing",

@@ -7,7 +7,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16
+from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.analysis.precision import damped_by_epsilon, run_format
 from mpinspect.ranges.analysis.ranges import NO_GRADIENT_SEEN
 from mpinspect.ranges.analysis.visibility import always_zero
@@ -19,7 +19,7 @@ from mpinspect.ranges.records import MissingGradients, NotOptimized, Saturated
 from mpinspect.ranges.session import FROZEN
 from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting.sentences import Sentences
-from mpinspect.reporting.words import as_power, by_number, filled, format_name, with_power
+from mpinspect.reporting.words import as_power, by_number, filled, with_power
 
 #: A loss scale that may be raised by this factor is to be raised before anything else is tried.
 _MUCH_ROOM = 256.0
@@ -232,19 +232,11 @@ class _Silent(Sentences):
         "They become zero in the backward of {border!r}: the gradients that arrive at its output are not zero (largest magnitude "
         "{largest:.2g})."
     )
-    BELOW_FP8 = (
-        "All of these are at most 2^{edge}: a cast to FP8 without a scale makes zeros of them ({formats}). So does a product "
-        "whose other operand is zero, such as the output of a dead ReLU."
-    )
     ZERO_INPUT = "A product whose other operand is zero, such as the output of a dead ReLU, has such gradients."
     ARRIVE_AS_ZEROS = "The gradients that arrive at the output of {last!r} are zero already."
     SATURATED = (
         "In step {saturated_step} all {elements:,} results of a {function}{in_module} in {dtype:format} were exactly {at}, where "
         "its gradient is zero{rounds}."
-    )
-    SCALE_BEFORE_CAST = (
-        "If that backward casts to FP8, multiply the gradient by a scale before the cast, and divide by it after the product. If "
-        "not, read its operands in one step."
     )
     LOGITS = "Give the loss the logits, and let a loss that contains the {function} compute it in FP32."
     FP32_ARGUMENT = "Compute the {function} in FP32, and keep its argument small."
@@ -253,13 +245,6 @@ class _Silent(Sentences):
         "format."
     )
     READ_OPERANDS = "Read the operands of that backward in one step: its casts, its scale, its saved input."
-    SCALED_CAST = (
-        "end = torch.finfo(torch.float8_e5m2).max\n"
-        "largest = grad.abs().amax().clamp(min=1e-30)\n"
-        "scale = end / largest\n"
-        "grad = (grad * scale).to(torch.float8_e5m2)\n"
-        "grad = grad.float() / scale"
-    )
     BCE_WITH_LOGITS = (
         "# without the sigmoid\ncriterion = torch.nn.BCEWithLogitsLoss()\nloss = criterion(logits.float(), target)"
     )
@@ -407,16 +392,9 @@ def _silent_layers(says: _Silent, zero: Sequence[str], modules: Sequence[str], c
     if borders:
         window = at_output[borders[-1]]
         largest = window.histogram.max_abs if window else 0.0
-        flushing = [format for format in (FLOAT8_E5M2, FLOAT8_E4M3) if largest <= format.flush_edge]
         more, fix = (_Silent.LOST_IN, _Silent.ZERO_INPUT), _Silent.READ_OPERANDS
         layer = layer or borders[-1]
         figures |= {"border": borders[-1], "largest": largest}
-        if flushing:
-            more, fix, code = (_Silent.LOST_IN, _Silent.BELOW_FP8), _Silent.SCALE_BEFORE_CAST, _Silent.SCALED_CAST
-            words |= {
-                "edge": flushing[0].flush_exponent,
-                "formats": " and ".join(format_name(f.name) for f in flushing),
-            }
     elif saturated is not None and is_model:
         at, fix, code = _SATURATED[saturated.names[0]]
         more = (_Silent.SATURATED,)
