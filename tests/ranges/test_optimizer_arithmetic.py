@@ -250,6 +250,29 @@ class Kept:
             total += self.values(weight.grad)
 
 
+def of_squares_in_fp8(size, is_scaled):
+    """Return a function that keeps a mean of the gradients' squares, times ``size``, in FP8."""
+
+    def compute(weight, gradient, state):
+        squares = size * gradient.square()
+        scale = 448 / squares.amax() if is_scaled else torch.tensor(1.0)
+        state["squares"], state["scale"] = (squares * scale).to(torch.float8_e4m3fn), scale
+        return ((state["squares"].float() / state["scale"]).mean() / size).sqrt()
+
+    return compute
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize(("size", "id"), [(1e-9, "operator-flushes"), (1e9, "cast-saturates")])
+def test_states_that_a_cast_to_fp8_spoils_are_named_with_the_optimizers_line(size, id, is_scaled):
+    inspector, _ = trained(stepping(of_squares_in_fp8(size, is_scaled)))
+    named = [each for each in inspector.report().findings if each.id in ("operator-flushes", "cast-saturates")]
+    assert [each.id for each in named] == [id] * (not is_scaled)
+    if named:
+        assert "in Stepping's step (test_optimizer_arithmetic.py:" in named[0].message
+        assert named[0].severity == "warning"
+
+
 @pytest.mark.parametrize("dtype", [FP16, torch.float32])
 def test_flushed_results_that_the_loop_keeps_are_named(dtype):
     kept = Kept(lambda gradient: (gradient * 2.0**-14).half().square().to(dtype), dtype)

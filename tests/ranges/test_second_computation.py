@@ -827,19 +827,23 @@ class Product(torch.autograd.Function):
     """A product of two FP8 operands, with one scale for a tensor or a row; its gradients are those of the exact operands."""
 
     @staticmethod
-    def forward(ctx, x, weight, dim):
+    def forward(ctx, x, weight, dim, is_v2=False):
         ctx.save_for_backward(x, weight)
         scales = [_scale(each, torch.float8_e4m3fn, dim) for each in (x, weight)]
         left, right = ((each * scale).to(torch.float8_e4m3fn) for each, scale in zip((x, weight), scales, strict=True))
         inverse = [1 / scale for scale in scales]
         right_inverse = inverse[1] if dim is None else inverse[1].t()
+        if is_v2:
+            kinds = (F.ScalingType.TensorWise, F.ScalingType.RowWise)[dim is not None]
+            given = inverse[0], kinds, right_inverse, kinds
+            return F.scaled_mm(left, right.t(), *given, output_dtype=torch.bfloat16)
         return torch._scaled_mm(left, right.t(), inverse[0], right_inverse, out_dtype=torch.bfloat16)
 
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         gradient = gradient.float()
-        return gradient @ weight, gradient.t() @ x, None
+        return gradient @ weight, gradient.t() @ x, None, None
 
 
 IN_FP8 = {
@@ -852,6 +856,11 @@ IN_FP8 = {
     "an FP8 product": lambda x, weight: Product.apply(x, weight, None).float(),
     "an FP8 product with scales of rows": lambda x, weight: Product.apply(x, weight, 1).float(),
 }
+if hasattr(F, "scaled_mm"):
+    IN_FP8 |= {
+        "torch's scaled_mm": lambda x, weight: Product.apply(x, weight, None, True).float(),
+        "torch's scaled_mm with scales of rows": lambda x, weight: Product.apply(x, weight, 1, True).float(),
+    }
 
 
 @pytest.mark.parametrize("name", IN_FP8)

@@ -253,8 +253,9 @@ class Recomputation:
 
     def _run_again(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
         args, kwargs = pending.arguments
-        if pending.func is aten._scaled_mm.default:
-            exact: Any = _scaled_product(*args, **kwargs)
+        product = _SCALED_PRODUCTS.get(pending.func)
+        if product is not None:
+            exact: Any = product(*args, **kwargs)
         else:
             # A wide dtype needs no bounds of FP8.
             exact = args[0] if clamps_for(pending.func, pending.given[0]) else self._run(pending.func, args, kwargs)
@@ -539,6 +540,20 @@ def _scaled_product(
             raise NotImplementedError
     product = left @ right * left_scale * right_scale
     return product if bias is None else product + bias
+
+
+def _scaled_product_v2(
+    left: torch.Tensor, right: torch.Tensor, left_scales: Any, *middle: Any, bias: Any = None, **more: Any
+) -> torch.Tensor:
+    """Return the same for the operator that takes several scales for each operand, of which there is one."""
+    _, _, right_scales, _, _, *given = middle
+    ((left_scale,), (right_scale,)) = left_scales, right_scales
+    return _scaled_product(left, right, left_scale, right_scale, (given or [bias])[0])
+
+
+_SCALED_PRODUCTS: dict[Any, Callable[..., torch.Tensor]] = {aten._scaled_mm.default: _scaled_product}
+if hasattr(aten, "_scaled_mm_v2"):
+    _SCALED_PRODUCTS[aten._scaled_mm_v2.default] = _scaled_product_v2
 
 
 def _tensors_of(result: Any) -> list[torch.Tensor]:
