@@ -204,7 +204,7 @@ def _parting(diff: RangeDiff) -> str:
     moved = diff.moved
     if moved is not None:
         where = f"{by_number(1 + moved.last_step - moved.first_step, 'at', 'in')} {_named(moved)}"
-        return f"They part {where}: {_what(moved)}{_zeros(moved)}."
+        return f"They part {where}: {_how_far(diff, moved)}."
     if not diff.compared.stretches:
         return "Whether they part is not known: no step was counted in both."
     grave = next((finding for finding in diff.new if finding.is_alarm), None)
@@ -245,17 +245,15 @@ def _named(parting: Parting) -> str:
     return steps_named(parting.first_step, parting.last_step)
 
 
-def _what(parting: Parting) -> str:
-    where = phrase(parting.name, parting.kind)
-    return f"{percent(parting.elsewhere_fraction)} of {where} lie in other powers of two"
-
-
-def _zeros(parting: Parting) -> str:
-    """Return words on zeros, if these are half of the difference."""
-    one, other = parting.zeros_fraction
-    if abs(one - other) < parting.elsewhere_fraction / 2:
-        return ""
-    return f" ({percent(one)} of them zero in A, {percent(other)} in B)"
+def _how_far(diff: RangeDiff, parting: Parting) -> str:
+    """Return words on a tensor's share that moved, as the tables show it, and on its zeros if they are half of that."""
+    named = phrase(parting.name, parting.kind)
+    change = next((each for each in diff.layers if (each.name, each.kind) == (parting.name, parting.kind)), None)
+    if change is None:
+        return named
+    share, (one, other) = change.elsewhere_fraction, change.zeros_fraction
+    zeros = f" ({percent(one)} of them zero in A, {percent(other)} in B)" * (abs(one - other) >= share / 2)
+    return f"{percent(share)} of {named} lie in other powers of two, a mean over the steps{zeros}"
 
 
 def _equal(diff: RangeDiff) -> str:
@@ -435,7 +433,7 @@ def _compared(diff: RangeDiff) -> Iterator[str]:
 
 def _most(parting: Parting) -> str:
     others = and_more(parting.tensors - 1, ", and in {:,} more")
-    return f"{phrase(parting.name, parting.kind)} ({percent(parting.elsewhere_fraction)} of its elements){others}"
+    return f"{phrase(parting.name, parting.kind)}{others}"
 
 
 def _counted(report: RangeReport) -> str:
