@@ -21,6 +21,7 @@ from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.records import LeftOver
 from mpinspect.ranges.report.comparison import headline
+from mpinspect.ranges.report.place import began
 from mpinspect.ranges.session import OptimizerRecord, Precision, ScaleChange, Session
 from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
 from mpinspect.reporting import html
@@ -1145,6 +1146,13 @@ def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():
     panel = " ".join(part(render(alike, ".html"), "section", "panel").split())
     assert "Neither is healthy, in the same way: step 5, " in panel
     assert "Change in" not in render(diff(healthy, healthy), ".html")
+    # A warning does not break a run beside one with an error.
+    unscaled = replace(healthy, progress=replace(healthy.progress, scales=(ScaleChange(0, 1.0),)))
+    assert analyse(unscaled).verdict.healthy is False
+    for first, second, name in ((unscaled, broken(), "B"), (broken(), unscaled, "A")):
+        panel = " ".join(part(render(diff(first, second), ".html"), "section", "panel").split())
+        assert f"{name}: {began(analyse(broken())).headline}" in panel
+        assert f"Change in {name}: {change}" in panel
 
 
 def test_settings_that_differ_are_the_change_of_the_one_broken_run_unless_they_are_its_precision():
@@ -1169,7 +1177,10 @@ def test_settings_that_differ_are_the_change_of_the_one_broken_run_unless_they_a
             assert "Change in" not in said
         # It stays with the findings of B.
         assert (change in " ".join(render(report, ".txt").split())) is (name == "B")
-        assert "optimizer lr: " not in part(render(report, ".html"), "section", "panel")
+        panel = part(render(report, ".html"), "section", "panel")
+        assert "optimizer lr: " not in panel
+        # Beside the settings stands the broken run's own cause.
+        assert panel.split("\n")[1].strip() == f"{name}: {began(analyse(broken())).headline}"
     several = ran(wild, optimizers=(replace(with_rate(30), settings={"lr": 30, "momentum": 0.9}),))
     said = " ".join(render(diff(tame, several), ".txt").split())
     assert "First undo the settings: optimizer lr 0.01 -> 30, optimizer momentum none -> 0.9. B: " in said

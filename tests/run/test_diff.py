@@ -192,7 +192,7 @@ def test_shapes_are_compared_where_both_runs_have_them(tmp_path, capsys):
     assert {change.module for change in report.shapes.changes} == {"hidden"}
     assert {change.role for change in report.shapes.changes} == {"forward", "dgrad", "wgrad"}
     out = printed(first, second, "--fail-on", "shapes-differ", capsys=capsys, status=1).out
-    assert "; 3 matrix products differ in shape, verdict." in " ".join(out.split())
+    assert ". 3 matrix products differ in shape, verdict." in " ".join(out.split())
     assert "64x1023x4096 float16, degraded" in " ".join(out.split())
     assert diff(first, first).shapes.changes == ()
     assert diff(first, run_of(tmp_path / "c", Net=sessions.word_model())).shapes is None
@@ -335,7 +335,7 @@ def test_a_changed_dtype_is_not_called_a_changed_shape(tmp_path, capsys):
     changes = diff(first, second).shapes.changes
     assert {change.aspects for change in changes} == {("dtype",)}
     said = " ".join(printed(first, second, capsys=capsys).out.split())
-    assert "; 6 matrix products differ in dtype." in said
+    assert ". 6 matrix products differ in dtype." in said
     assert "in shape" not in said
 
 

@@ -113,22 +113,24 @@ def _trouble(diff: RangeDiff) -> tuple[str, ...]:
         return (f"Neither is healthy, in the same way: {other}.",)
     if one and other:
         return (f"Neither is healthy. A: {one}; B: {other}.",)
-    name, settings = ("A", "B")[not one], _settings_of_broken(diff)
+    name, settings = _broken_alone(diff), _settings_of_broken(diff)
     if settings:
         return (f"{name} alone is not healthy.", settings, f"{name}: {one or other}.")
     return (f"{name} alone is not healthy: {one or other}.",)
 
 
 def began_alone(diff: RangeDiff) -> tuple[str, Began]:
-    """Return the name of the one broken run and where it began to break; "" and nothing if its settings are to be undone."""
+    """Return the name of the one broken run, and where it began to break; "" and nothing unless one run alone is broken."""
     name = _broken_alone(diff)
-    found = Began() if not name or _undoes(diff) else began(_run(diff, name))
+    found = began(_run(diff, name)) if name else Began()
     return name * bool(found.headline), found._replace(headline=filled(f"{name}: {{}}", found.headline))
 
 
 def _broken_alone(diff: RangeDiff) -> str:
-    """Return which run alone is not healthy, "A" or "B"; "" if neither is or both are."""
-    broken = [name for name, run in (("A", diff.first), ("B", diff.second)) if run.verdict.healthy is False]
+    """Return which run alone is not healthy, "A" or "B"; "" if neither is or both are. Beside an error a warning is none."""
+    runs = {"A": diff.first, "B": diff.second}
+    grave = [name for name, run in runs.items() if _grave(run)[0]]
+    broken = grave or [name for name, run in runs.items() if run.verdict.healthy is False]
     return broken[0] if len(broken) == 1 else ""
 
 
@@ -140,13 +142,13 @@ def _settings_of_broken(diff: RangeDiff) -> str:
     may_break = [change for change in may_break if not change.follows] or may_break
     shown = ", ".join(change.words for change in may_break[:_IN_HEADLINE])
     what = "Settings that differ"
-    if _undoes(diff):
+    if undoes(diff):
         those = by_number(len(may_break), "setting", "settings")
         what = {"A": f"First take B's {those}", "B": f"First undo the {those}"}[name]
     return f"{what}: {shown}{and_more(len(may_break) - _IN_HEADLINE)}."
 
 
-def _undoes(diff: RangeDiff) -> bool:
+def undoes(diff: RangeDiff) -> bool:
     """Return whether the broken run needs the other's settings, not the change of its finding.
 
     A run that differs in its dtypes is usually meant to have them, so its finding's change makes it work with them. That of a
@@ -181,18 +183,17 @@ def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
     Args:
         above: the headline, whose sentences are not repeated.
     """
-    first, second = diff.first.verdict, diff.second.verdict
-    if second.healthy is False and (trouble(diff) or any(finding.is_alarm for finding in diff.new)):
-        yield from _change(diff, "B", above)
-    elif first.healthy is False and second.healthy is not False:
+    if _broken_alone(diff) == "A":
         if not _settings_of_broken(diff):
             yield Line("B has no such finding. Settings that differ: none that was recorded.")
         yield from _change(diff, "A", above)
+    elif diff.second.verdict.healthy is False and (trouble(diff) or any(finding.is_alarm for finding in diff.new)):
+        yield from _change(diff, "B", above)
 
 
 def _change(diff: RangeDiff, name: str, above: str) -> Iterator[Block]:
     run = _run(diff, name)
-    if not _undoes(diff):
+    if not undoes(diff):
         yield from change_blocks(run.verdict, f" in {name}")
     for sentence in run.verdict.sentences:
         if sentence.partition(": ")[2].rstrip(".") not in above:
