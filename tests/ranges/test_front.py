@@ -629,7 +629,7 @@ def test_runs_in_two_formats_are_each_drawn_in_their_own(browser: Any, tmp_path:
     format = page.locator(".explorer .controls select").nth(2)
     assert format.locator("option").first.text_content() == "BF16, FP16"
     format.select_option("float16")
-    assert titles.all_text_contents() == ["A, FP16", "B, FP16", "B minus A"]
+    assert titles.all_text_contents() == ["A, if FP16", "B, FP16", "B minus A"]
     drawn = [
         canvas.evaluate("canvas => canvas.toDataURL()") for canvas in page.locator(".compared tbody canvas").all()[:2]
     ]
@@ -637,7 +637,7 @@ def test_runs_in_two_formats_are_each_drawn_in_their_own(browser: Any, tmp_path:
     # The address keeps either choice.
     page.reload()
     page.wait_for_selector(".compared tbody tr")
-    assert titles.all_text_contents()[0] == "A, FP16"
+    assert titles.all_text_contents()[0] == "A, if FP16"
     format.select_option("own")
     page.reload()
     page.wait_for_selector(".compared tbody tr")
@@ -689,7 +689,7 @@ def test_a_culprit_that_was_not_counted_has_the_only_coloured_row(browser: Any, 
     names = [row.locator("th").text_content() for row in rows.all()]
     assert names == ["embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1", "blocks.1.fc1", "blocks.1.fc2", "head"]
     (culprit,) = page.locator(".explorer tr.marked").all()
-    assert culprit.text_content() == "blocks.1first NaN, step 5 (shown: step 4)"
+    assert culprit.text_content() == "blocks.1first NaN, step 5 (shown: step 4, before it)"
     # No values stand in for those that were not counted.
     assert culprit.locator("canvas").count() == 0
     assert [row.get_attribute("data-name") for row in page.locator(".explorer tr.near").all()] == names[4:6]
@@ -717,7 +717,11 @@ def found_in(layer: str, step: int | None = 3, id: str = "clip-before-unscale") 
 def test_a_culprits_row_names_the_steps_of_its_figures(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
     why = page.locator(".explorer tr.marked .why")
-    assert why.text_content() == "first NaN, step 5 (shown: step 4)"
+    assert why.text_content() == "first NaN, step 5 (shown: step 4, before it)"
+    # The healthy figures of another step do not stand on the colour of the fault.
+    figures = page.locator(".explorer tr.marked td")
+    colours = figures.evaluate_all("cells => cells.map((cell) => getComputedStyle(cell).backgroundColor)")
+    assert [colour == "rgba(0, 0, 0, 0)" for colour in colours] == [False, *[True] * (len(colours) - 1)]
     # In the step itself, and in the whole run, the figures show the fault.
     page.locator(".explorer figure.steps input").press("ArrowRight")
     assert page.text_content(".explorer figure.steps output") == "shown: step 5"
@@ -727,15 +731,43 @@ def test_a_culprits_row_names_the_steps_of_its_figures(browser: Any, tmp_path: P
     assert page.troubles == []
 
 
-def test_the_controls_of_a_wide_page_have_one_line(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("skipped", "words"),
+    [(True, "before the trouble began, update skipped"), (False, "before the trouble began")],
+)
+def test_grey_marks_before_the_trouble_are_explained(
+    skipped: bool,
+    words: str,
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    session = broken()
+    earlier = replace(session.events[0], step=2, phase="backward", value="inf", skipped=skipped, forward_finite=True)
+    # Without an update of gradients that are not finite the event is harmless.
+    earlier = earlier if skipped else replace(earlier, phase="forward", forward_finite=None, gradients_finite=True)
+    path = of_run(replace(session, events=(earlier, *session.events))).save(tmp_path / "a.html")
+    page = opened(browser, path, viewport=SCREEN)
+    assert page.locator(".explorer svg .event.earlier").count() == 1
+    legend = page.locator(".explorer figure.steps .entry").all_text_contents()
+    assert [each for each in legend if "began" in each] == [words]
+    # The red cross is that of an infinity, which occurred before alone.
+    assert "first NaN of a step" in legend
+    assert "first infinity of a step" not in legend
+
+
+@pytest.mark.parametrize("width", [1440, 1200])
+def test_the_controls_of_a_wide_page_have_one_line(width: int, browser: Any, axe: str, tmp_path: Path) -> None:  # noqa: F811
     parts = tuple(ModelPart(name, analyse(eventful())) for name in ("Generator", "Discriminator"))
-    page = opened(browser, RunReport("a.py", "ended", parts).save(tmp_path / "a.html"), viewport=SCREEN)
+    path = RunReport("a.py", "ended", parts).save(tmp_path / "a.html")
+    page = opened(browser, path, viewport={**SCREEN, "width": width})
     page.locator(".explorer input[type=range]").first.fill("12")
     controls = page.locator(".explorer .controls >> nth=0")
     for words in ("Model", "2 events", "back"):
         assert words in controls.text_content()
     assert controls.bounding_box()["height"] < 40
     assert controls.evaluate("each => each.scrollWidth <= each.clientWidth")
+    page.evaluate(axe)
+    assert page.evaluate("axe.run()")["violations"] == []
     assert page.troubles == []
 
 
@@ -1056,7 +1088,7 @@ def test_the_first_screen_names_the_operator_once_and_the_phase_at_the_row(brows
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
     assert page.text_content(".panel > p >> nth=0") == "Overflow in mul: in 'blocks.1.fc1', train.py:9"
     assert page.text_content(".panel .alarm") == "step 5, forward, first NaN"
-    assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul, step 5 (shown: step 4)"
+    assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul, step 5 (shown: step 4, before it)"
     assert page.text_content(".explorer .opening").startswith(
         "Activations were not counted: these are activation gradients. Shown: step 4, "
     )

@@ -74,8 +74,8 @@ def test_the_first_line_names_the_step_and_the_layer(pair, capsys):
     out, err = printed(*pair, capsys=capsys)
     lines = out.splitlines()
     assert " ".join(out.split()).startswith(
-        "They part in steps 10-19: 38% of the activation gradients of 'decoder' lie in other powers of two, a mean over the steps "
-        "(0% of them zero in A, 38% in B). A "
+        "They part in steps 10-19: 38% of the activation gradients of 'decoder' lie in other powers of two, a mean over the "
+        "steps (0% of them zero in A, 38% in B). A "
     )
     assert "Moved, worst first: 1 of 7 tensors" in lines
     assert any(line.split()[:5] == ["decoder", "activation", "gradients", "10-19", "38%"] for line in lines)

@@ -10,7 +10,7 @@ import { BESIDE, LETTER, letters } from "./layout.js";
 import { Painter } from "./painter.js";
 import { blockAfter, fillWhole } from "./scrubber.js";
 import { View } from "./view.js";
-import { numberOf, percent, shortened, STRIP, wrapping } from "./words.js";
+import { formatInWords, numberOf, percent, shortened, STRIP, wrapping } from "./words.js";
 
 /** Most rows, pixels of a row at least and at most, and of the columns of figures with the table's borders. */
 const [MOST, LEAST, TALLEST, FIGURES] = [200, 24, 200, 176];
@@ -31,7 +31,8 @@ export class Comparison {
     this.lead = lead;
     this.choose = choose;
     this.views = data.map((each) => new View(each, undefined));
-    this.painters = this.views.map((view) => new Painter(view, root));
+    this.rows = element("div", { className: "rows compared", tabIndex: 0, role: "region", "aria-label": "Tensors of both runs" });
+    this.painters = this.views.map((view) => new Painter(view, this.rows));
     const [first, second] = this.views;
     /** The run whose culprit is marked: B, unless only A has one. */
     this.broken = !second.data.opening.said && first.data.opening.said ? "A" : "B";
@@ -60,7 +61,6 @@ export class Comparison {
     this.titles = ["A", "B", "B minus A"].map((words) => element("b", {}, words));
     this.body = element("tbody", {});
     this.cols = [0, 1, 2, 3, 4, 5].map(() => element("col", {}));
-    this.rows = element("div", { className: "rows compared", tabIndex: 0, role: "region", "aria-label": "Tensors of both runs" });
     this.fill();
     this.use(this.differ && [null, OWN].includes(wanted(data[1], "format")) ? OWN : second.state.format.name);
     const resized = new ResizeObserver(() => this.draw());
@@ -73,7 +73,7 @@ export class Comparison {
   }
 
   fill() {
-    const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", { className: control === this.kind ? "roomy" : "" }, element("span", {}, words), control);
+    const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", { className: control === this.kind ? "roomy" : "", title: words }, element("span", {}, words), control);
     const heads = this.titles.map((title, place) => element("th", { scope: "col", className: "map" }, title, this.axes[place]));
     this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
       element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "moved"), element("th", { scope: "col", title: "the first step in which it moved beyond its normal variation" }, "from step"))), this.body));
@@ -102,8 +102,10 @@ export class Comparison {
     this.format.value = name;
     this.views.forEach((view, place) => {
       view.state.format = view.formatNamed(name === OWN ? view.data.computes : name);
-      this.titles[place].textContent = `${"AB"[place]}, ${view.state.format.label}`;
+      this.titles[place].textContent = `${"AB"[place]}, ${formatInWords(view)}`;
     });
+    this.rows.classList.toggle("what-if", this.views.every((view) => view.isWhatIf));
+    for (const painter of this.painters) painter.forget();
   }
 
   /** @param {any} changed part of the state of both */
