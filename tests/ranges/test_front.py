@@ -1088,7 +1088,9 @@ def test_the_first_screen_names_the_operator_once_and_the_phase_at_the_row(brows
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
     assert page.text_content(".panel > p >> nth=0") == "Overflow in mul: in 'blocks.1.fc1', train.py:9"
     assert page.text_content(".panel .alarm") == "step 5, forward, first NaN"
-    assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul, step 5 (shown: step 4, before it)"
+    assert (
+        page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul, step 5 (shown: step 4, before it)"
+    )
     assert page.text_content(".explorer .opening").startswith(
         "Activations were not counted: these are activation gradients. Shown: step 4, "
     )
@@ -1228,13 +1230,21 @@ def test_settings_that_differ_are_the_change_of_the_one_broken_run_unless_they_a
 
 def test_the_culprit_of_the_one_broken_run_is_marked_in_a_comparison(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     healthy = replace(broken(nan_from=99), events=())
-    for name, runs in (("A", (broken(), healthy)), ("B", (healthy, broken()))):
+    for name, runs in (("A", (broken(), healthy)), ("B", (healthy, broken())), ("A, B", (broken(), broken()))):
         page = browser.new_context(offline=True, viewport=SCREEN).new_page()
         page.goto(f"file://{diff(*runs).save(tmp_path / 'a.html')}")
         page.wait_for_selector(".compared tbody tr.near")
         assert page.locator(".compared tr.near th button").first.get_attribute("title") == "blocks.1.fc1"
         (culprit,) = page.locator(".compared tr.culprit").all()
         assert culprit.text_content() == f"blocks.1.fc1{name}: first NaN, step 5"
+    report = diff(broken(2), broken())
+    panel = part(render(report, ".html"), "section", "panel")
+    cause = began(analyse(broken())).headline
+    assert panel.split("\n")[1].strip() == f"A: {cause}. B: {cause}"
+    page.goto(f"file://{report.save(tmp_path / 'b.html')}")
+    page.wait_for_selector(".compared tbody tr.near")
+    said = [each.text_content() for each in page.locator(".compared tr.culprit").all()]
+    assert said == ["blocks.1.fc1B: first NaN, step 5", "blocks.1.fc1A: first NaN, step 2"]
 
 
 def test_severities_differ_in_shape_and_luminance_not_in_hue_alone(browser: Any, tmp_path: Path) -> None:  # noqa: F811

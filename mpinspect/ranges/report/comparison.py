@@ -119,18 +119,24 @@ def _trouble(diff: RangeDiff) -> tuple[str, ...]:
     return (f"{name} alone is not healthy: {one or other}.",)
 
 
-def began_alone(diff: RangeDiff) -> tuple[str, Began]:
-    """Return the name of the one broken run, and where it began to break; "" and nothing unless one run alone is broken."""
-    name = _broken_alone(diff)
-    found = began(_run(diff, name)) if name else Began()
-    return name * bool(found.headline), found._replace(headline=filled(f"{name}: {{}}", found.headline))
+def began_apart(diff: RangeDiff) -> dict[str, Began]:
+    """Return where each broken run began to break, by its name; nothing if both are broken in the same way."""
+    broken = _broken(diff)
+    found = {name: began(_run(diff, name)) for name in broken}
+    is_apart = len(broken) == 1 or not is_alike(diff)
+    return found if is_apart and all(each.headline for each in found.values()) else {}
+
+
+def _broken(diff: RangeDiff) -> list[str]:
+    """Return which runs are not healthy, of "A" and "B". Beside an error a warning is none."""
+    runs = {"A": diff.first, "B": diff.second}
+    grave = [name for name, run in runs.items() if _grave(run)[0]]
+    return grave or [name for name, run in runs.items() if run.verdict.healthy is False]
 
 
 def _broken_alone(diff: RangeDiff) -> str:
-    """Return which run alone is not healthy, "A" or "B"; "" if neither is or both are. Beside an error a warning is none."""
-    runs = {"A": diff.first, "B": diff.second}
-    grave = [name for name, run in runs.items() if _grave(run)[0]]
-    broken = grave or [name for name, run in runs.items() if run.verdict.healthy is False]
+    """Return which run alone is not healthy, "A" or "B"; "" if neither is or both are."""
+    broken = _broken(diff)
     return broken[0] if len(broken) == 1 else ""
 
 

@@ -15,7 +15,7 @@ from mpinspect.ranges.report.comparison import (
     BESIDE,
     ROWS,
     advice,
-    began_alone,
+    began_apart,
     blocks,
     headline,
     headline_parts,
@@ -111,17 +111,20 @@ def _front(report: DiffReport) -> Front:
     changes = dict.fromkeys(change for model in models for change in model.ranges.settings)
     first, *others = _verdict_parts(report)
     settings = (Item(change.words) for change in changes if change.words not in " ".join(others))
-    broken, place = began_alone(models[0].ranges)
+    places = began_apart(models[0].ranges)
+    causes = ". ".join(f"{name}: {place.headline}" for name, place in places.items())
+    broken = "".join(places) if len(places) == 1 else ""
+    alarm = places[broken].alarm if broken else ""
     state = f"Only {broken} is broken" if broken else state
-    if broken and place.alarm:
+    if alarm:
         # The front shows the broken run's event beside the headline, and below it all settings.
         others = [_AND_MORE.sub(".", each) for each in others if not each.startswith(f"{broken}: ")]
     # A finding's whole message is too long for a headline.
-    is_short = len(first) <= _LONGEST
+    lead = f"{models[0].name}: " * several + causes if causes else first * (len(first) <= _LONGEST)
     are_healthy = all(run.verdict.healthy for model in models for run in (model.ranges.first, model.ranges.second))
     said = (
         *lines("Both runs are healthy." * are_healthy),
-        *lines(*([] if is_short or broken else [first]), *others, tone="lead"),
+        *lines(*([] if broken or lead == first else [first]), *others, tone="lead"),
         *(Line(f"{model.name}: {headline(model.ranges)}") for model in models[1 : _MODELS.terminal]),
     )
     change, is_change_first = tuple(_advice(report)), broken and not undoes(models[0].ranges)
@@ -143,8 +146,8 @@ def _front(report: DiffReport) -> Front:
         tuple(_listed(each, owners.get(id(each)), several) for each in report.findings if each.is_alarm),
         picture=next((replace(found, title="", of="Runs") for found in maps(named)), None),
         without=NO_MAP,
-        headline=f"{models[0].name}: " * several + place.headline if broken else first * is_short,
-        alarm=place.alarm,
+        headline=lead,
+        alarm=alarm,
     )
 
 
