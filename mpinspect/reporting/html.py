@@ -142,8 +142,9 @@ _RAISED = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def escape(text: str) -> str:
-    """Return text escaped for use between HTML tags, with powers of two as superscripts."""
-    return _POWER.sub(lambda match: f"2{match[1].translate(_RAISED)}", html.escape(text, quote=False))
+    """Return text escaped for use between HTML tags, with powers of two as superscripts and arrows that no line breaks."""
+    escaped = html.escape(text, quote=False).replace(" -&gt; ", " → ")
+    return _POWER.sub(lambda match: f"2{match[1].translate(_RAISED)}", escaped)
 
 
 def render(document: Document) -> str:

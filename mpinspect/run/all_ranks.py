@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mpinspect.ranges.capture.recording import WINDOWS_A_WRITE
+from mpinspect.ranges.capture.sinks import WINDOWS_A_WRITE
 from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES
 from mpinspect.ranges.session import Event, Session
 from mpinspect.ranges.store import FILE_NAME, session_bytes

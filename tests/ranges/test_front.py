@@ -21,6 +21,7 @@ from mpinspect.ranges.analysis.comparison import compare_ranges
 from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.records import LeftOver
 from mpinspect.ranges.report.comparison import headline
+from mpinspect.ranges.report.place import began
 from mpinspect.ranges.session import OptimizerRecord, Precision, ScaleChange, Session
 from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
 from mpinspect.reporting import html
@@ -628,7 +629,7 @@ def test_runs_in_two_formats_are_each_drawn_in_their_own(browser: Any, tmp_path:
     format = page.locator(".explorer .controls select").nth(2)
     assert format.locator("option").first.text_content() == "BF16, FP16"
     format.select_option("float16")
-    assert titles.all_text_contents() == ["A, FP16", "B, FP16", "B minus A"]
+    assert titles.all_text_contents() == ["A, if FP16", "B, FP16", "B minus A"]
     drawn = [
         canvas.evaluate("canvas => canvas.toDataURL()") for canvas in page.locator(".compared tbody canvas").all()[:2]
     ]
@@ -636,7 +637,7 @@ def test_runs_in_two_formats_are_each_drawn_in_their_own(browser: Any, tmp_path:
     # The address keeps either choice.
     page.reload()
     page.wait_for_selector(".compared tbody tr")
-    assert titles.all_text_contents()[0] == "A, FP16"
+    assert titles.all_text_contents()[0] == "A, if FP16"
     format.select_option("own")
     page.reload()
     page.wait_for_selector(".compared tbody tr")
@@ -688,7 +689,7 @@ def test_a_culprit_that_was_not_counted_has_the_only_coloured_row(browser: Any, 
     names = [row.locator("th").text_content() for row in rows.all()]
     assert names == ["embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1", "blocks.1.fc1", "blocks.1.fc2", "head"]
     (culprit,) = page.locator(".explorer tr.marked").all()
-    assert culprit.text_content() == "blocks.1first NaN, step 5 (shown: step 4)"
+    assert culprit.text_content() == "blocks.1first NaN, step 5 (shown: step 4, before it)"
     # No values stand in for those that were not counted.
     assert culprit.locator("canvas").count() == 0
     assert [row.get_attribute("data-name") for row in page.locator(".explorer tr.near").all()] == names[4:6]
@@ -716,7 +717,11 @@ def found_in(layer: str, step: int | None = 3, id: str = "clip-before-unscale") 
 def test_a_culprits_row_names_the_steps_of_its_figures(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     page = opened(browser, of_run(broken()).save(tmp_path / "a.html"), viewport=SCREEN)
     why = page.locator(".explorer tr.marked .why")
-    assert why.text_content() == "first NaN, step 5 (shown: step 4)"
+    assert why.text_content() == "first NaN, step 5 (shown: step 4, before it)"
+    # The healthy figures of another step do not stand on the colour of the fault.
+    figures = page.locator(".explorer tr.marked td")
+    colours = figures.evaluate_all("cells => cells.map((cell) => getComputedStyle(cell).backgroundColor)")
+    assert [colour == "rgba(0, 0, 0, 0)" for colour in colours] == [False, *[True] * (len(colours) - 1)]
     # In the step itself, and in the whole run, the figures show the fault.
     page.locator(".explorer figure.steps input").press("ArrowRight")
     assert page.text_content(".explorer figure.steps output") == "shown: step 5"
@@ -726,15 +731,43 @@ def test_a_culprits_row_names_the_steps_of_its_figures(browser: Any, tmp_path: P
     assert page.troubles == []
 
 
-def test_the_controls_of_a_wide_page_have_one_line(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("skipped", "words"),
+    [(True, "before the trouble began, update skipped"), (False, "before the trouble began")],
+)
+def test_grey_marks_before_the_trouble_are_explained(
+    skipped: bool,
+    words: str,
+    browser: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    session = broken()
+    earlier = replace(session.events[0], step=2, phase="backward", value="inf", skipped=skipped, forward_finite=True)
+    # Without an update of gradients that are not finite the event is harmless.
+    earlier = earlier if skipped else replace(earlier, phase="forward", forward_finite=None, gradients_finite=True)
+    path = of_run(replace(session, events=(earlier, *session.events))).save(tmp_path / "a.html")
+    page = opened(browser, path, viewport=SCREEN)
+    assert page.locator(".explorer svg .event.earlier").count() == 1
+    legend = page.locator(".explorer figure.steps .entry").all_text_contents()
+    assert [each for each in legend if "began" in each] == [words]
+    # The red cross is that of an infinity, which occurred before alone.
+    assert "first NaN of a step" in legend
+    assert "first infinity of a step" not in legend
+
+
+@pytest.mark.parametrize("width", [1440, 1200])
+def test_the_controls_of_a_wide_page_have_one_line(width: int, browser: Any, axe: str, tmp_path: Path) -> None:  # noqa: F811
     parts = tuple(ModelPart(name, analyse(eventful())) for name in ("Generator", "Discriminator"))
-    page = opened(browser, RunReport("a.py", "ended", parts).save(tmp_path / "a.html"), viewport=SCREEN)
+    path = RunReport("a.py", "ended", parts).save(tmp_path / "a.html")
+    page = opened(browser, path, viewport={**SCREEN, "width": width})
     page.locator(".explorer input[type=range]").first.fill("12")
     controls = page.locator(".explorer .controls >> nth=0")
     for words in ("Model", "2 events", "back"):
         assert words in controls.text_content()
     assert controls.bounding_box()["height"] < 40
     assert controls.evaluate("each => each.scrollWidth <= each.clientWidth")
+    page.evaluate(axe)
+    assert page.evaluate("axe.run()")["violations"] == []
     assert page.troubles == []
 
 
@@ -1055,7 +1088,9 @@ def test_the_first_screen_names_the_operator_once_and_the_phase_at_the_row(brows
     page = opened(browser, report.save(tmp_path / "a.html"), viewport=SCREEN)
     assert page.text_content(".panel > p >> nth=0") == "Overflow in mul: in 'blocks.1.fc1', train.py:9"
     assert page.text_content(".panel .alarm") == "step 5, forward, first NaN"
-    assert page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul, step 5 (shown: step 4)"
+    assert (
+        page.text_content(".explorer tr.marked .why") == "forward, train.py:9: mul, step 5 (shown: step 4, before it)"
+    )
     assert page.text_content(".explorer .opening").startswith(
         "Activations were not counted: these are activation gradients. Shown: step 4, "
     )
@@ -1145,6 +1180,13 @@ def test_the_change_of_a_broken_run_is_on_the_first_screen_of_a_comparison():
     panel = " ".join(part(render(alike, ".html"), "section", "panel").split())
     assert "Neither is healthy, in the same way: step 5, " in panel
     assert "Change in" not in render(diff(healthy, healthy), ".html")
+    # A warning does not break a run beside one with an error.
+    unscaled = replace(healthy, progress=replace(healthy.progress, scales=(ScaleChange(0, 1.0),)))
+    assert analyse(unscaled).verdict.healthy is False
+    for first, second, name in ((unscaled, broken(), "B"), (broken(), unscaled, "A")):
+        panel = " ".join(part(render(diff(first, second), ".html"), "section", "panel").split())
+        assert f"{name}: {began(analyse(broken())).headline}" in panel
+        assert f"Change in {name}: {change}" in panel
 
 
 def test_settings_that_differ_are_the_change_of_the_one_broken_run_unless_they_are_its_precision():
@@ -1164,12 +1206,16 @@ def test_settings_that_differ_are_the_change_of_the_one_broken_run_unless_they_a
     ):
         report = diff(*runs)
         for suffix in (".txt", ".md", ".html"):
-            said = " ".join(re.sub("<[^>]*>", "", markup.unescape(render(report, suffix))).replace("\\", "").split())
+            said = re.sub("<[^>]*>", "", markup.unescape(render(report, suffix))).replace("\\", "")
+            said = " ".join(said.replace("→", "->").split())
             assert f"{name} alone is not healthy. {words}" in said, suffix
             assert "Change in" not in said
         # It stays with the findings of B.
         assert (change in " ".join(render(report, ".txt").split())) is (name == "B")
-        assert "optimizer lr: " not in part(render(report, ".html"), "section", "panel")
+        panel = part(render(report, ".html"), "section", "panel")
+        assert "optimizer lr: " not in panel
+        # Beside the settings stands the broken run's own cause.
+        assert panel.split("\n")[1].strip() == f"{name}: {began(analyse(broken())).headline}"
     several = ran(wild, optimizers=(replace(with_rate(30), settings={"lr": 30, "momentum": 0.9}),))
     said = " ".join(render(diff(tame, several), ".txt").split())
     assert "First undo the settings: optimizer lr 0.01 -> 30, optimizer momentum none -> 0.9. B: " in said
@@ -1185,13 +1231,21 @@ def test_settings_that_differ_are_the_change_of_the_one_broken_run_unless_they_a
 
 def test_the_culprit_of_the_one_broken_run_is_marked_in_a_comparison(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     healthy = replace(broken(nan_from=99), events=())
-    for name, runs in (("A", (broken(), healthy)), ("B", (healthy, broken()))):
+    for name, runs in (("A", (broken(), healthy)), ("B", (healthy, broken())), ("A, B", (broken(), broken()))):
         page = browser.new_context(offline=True, viewport=SCREEN).new_page()
         page.goto(f"file://{diff(*runs).save(tmp_path / 'a.html')}")
         page.wait_for_selector(".compared tbody tr.near")
         assert page.locator(".compared tr.near th button").first.get_attribute("title") == "blocks.1.fc1"
         (culprit,) = page.locator(".compared tr.culprit").all()
         assert culprit.text_content() == f"blocks.1.fc1{name}: first NaN, step 5"
+    report = diff(broken(2), broken())
+    panel = part(render(report, ".html"), "section", "panel")
+    cause = began(analyse(broken())).headline
+    assert panel.split("\n")[1].strip() == f"A: {cause}. B: {cause}"
+    page.goto(f"file://{report.save(tmp_path / 'b.html')}")
+    page.wait_for_selector(".compared tbody tr.near")
+    said = [each.text_content() for each in page.locator(".compared tr.culprit").all()]
+    assert said == ["blocks.1.fc1B: first NaN, step 5", "blocks.1.fc1A: first NaN, step 2"]
 
 
 def test_severities_differ_in_shape_and_luminance_not_in_hue_alone(browser: Any, tmp_path: Path) -> None:  # noqa: F811

@@ -18,7 +18,6 @@ from mpinspect.ranges import session as s
 from mpinspect.ranges.capture import recording as recordings
 from mpinspect.ranges.capture.recording import (
     UNWRITTEN_LIMIT,
-    WINDOWS_A_WRITE,
     MpinspectWarning,
     Recording,
     WindowList,
@@ -153,10 +152,20 @@ def test_a_slow_disk_does_not_block_the_training_and_waiting_windows_are_merged(
     assert len(recording._unwritten) < 2 * UNWRITTEN_LIMIT
     sink.disk.set()
     recording.close()
-    assert len(sink.of("window")) <= WINDOWS_A_WRITE + 1
+    assert len(sink.of("window")) < 2 * UNWRITTEN_LIMIT
     assert sum(window.sampled_steps for window in sink.of("window")) == steps
     assert merge_windows(*sink.of("window")).tensors == merge_windows(*recording.session().windows).tensors
     assert len(sink.of("event")) == steps
+
+
+def test_a_short_run_has_the_same_windows_in_its_file_as_in_memory() -> None:
+    sink = Kept()
+    recording = Recording(s.RunInfo(), [sink])
+    assert WAITING_LIMIT >= 2 * UNWRITTEN_LIMIT
+    for number in range(2 * UNWRITTEN_LIMIT - 1):
+        step(recording, number)
+    recording.close()
+    assert tuple(sink.of("window")) == recording.session().windows
 
 
 def test_events_are_announced_and_written_at_once() -> None:

@@ -176,7 +176,7 @@ def costliest(report: KernelReport) -> Iterator[str]:
 
 
 def _headline(report: KernelReport) -> str:
-    """Return the share on Tensor Cores, and the idle share if a finding names it."""
+    """Return the share on Tensor Cores; before it the idle share if a finding names that, since it costs more."""
     if not report.shares.calls:
         return ""
     used, idle = report.tensor_core_fraction, report.limits.idle_fraction
@@ -189,7 +189,7 @@ def _headline(report: KernelReport) -> str:
         on = f"{next(figures(report.shares))[0]} of the matrix products' time is on Tensor Cores"
     if not _is_idle(report):
         return f"{on}."
-    return f"{on}; the GPU is idle {share_words(idle)} of {duration(report.limits.span_us)}."
+    return f"The GPU is idle {share_words(idle)} of {duration(report.limits.span_us)}; {on[0].lower()}{on[1:]}."
 
 
 def _totals(report: KernelReport) -> Iterator[str]:

@@ -20,7 +20,7 @@ from mpinspect.ranges.session import Event, Progress
 from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow
 from mpinspect.ranges.windows.window import merge_windows
 from mpinspect.reporting.finding import INFERRED, SEVERITIES, Finding, gravest_first
-from mpinspect.reporting.words import and_more, as_power, percent, steps_named
+from mpinspect.reporting.words import and_more, as_power, steps_named
 
 #: The ids of the findings on the differences of two runs.
 RANGE_DIFF_IDS = (
@@ -309,10 +309,9 @@ def _not_shared(compared: Compared) -> str:
 
 def _moved(diff: RangeDiff, parting: Parting) -> Finding:
     moved = [change for change in diff.layers if change.moved_from is not None]
-    share = percent(parting.elsewhere_fraction)
     named = steps_named(parting.first_step, parting.last_step)
     message = (
-        f"{len(moved):,} of {len(diff.layers):,} tensors moved beyond their usual variation, first {share} of "
+        f"{len(moved):,} of {len(diff.layers):,} tensors moved beyond their usual variation, first "
         f"{phrase(parting.name, parting.kind)} in {named}."
     )
     evidence = {"moved": len(moved), "of": len(diff.layers), "elsewhere_fraction": parting.elsewhere_fraction}

@@ -26,7 +26,7 @@ from mpinspect.ranges.session import (
     added_operands,
 )
 from mpinspect.ranges.windows.tensors import TensorInfo, TensorKey
-from mpinspect.ranges.windows.window import Window, coarsen, merge_windows, window_limit
+from mpinspect.ranges.windows.window import Window, merge_windows, window_limit
 from mpinspect.reporting.streams import printable
 from mpinspect.runtime.user_line import warn_user
 
@@ -76,11 +76,6 @@ class WindowList:
         return len(self._windows)
 
     @property
-    def begins(self) -> int:
-        """The number of sampled steps before the first window."""
-        return self._begins[0]
-
-    @property
     def ends(self) -> int:
         """The number of sampled steps up to the end of the last window."""
         return self._begins[-1]
@@ -112,8 +107,6 @@ EVENT_LIMIT = 1000
 MEASUREMENT_LIMIT = 1000
 #: Maximum number of stored changes of the loss scale; a dynamic scaler makes two every couple of thousand steps.
 SCALE_LIMIT = 1000
-#: Maximum number of windows per write: even a run of one second has several windows in the file.
-WINDOWS_A_WRITE = 8
 #: Maximum number of tensors named in one note.
 NAMED_LIMIT = 5
 #: Minimum time between two writes: in seconds, and as a multiple of a write's cost. Writing thus takes at most 1.5% of the
@@ -122,8 +115,9 @@ WRITE_INTERVAL_S = 1.0
 WRITE_COST_FACTOR = 67
 #: Longest time that the training waits for the first event to be written.
 FIRST_EVENT_WAIT_S = 0.1
-#: Half the number of windows queued for a slow disk from which on they are merged.
-UNWRITTEN_LIMIT = 8
+#: Half the number of windows queued for a write from which on they are merged: a report that is read again from the file of a
+#: short run has the steps of the run's own.
+UNWRITTEN_LIMIT = 16
 
 
 class MpinspectWarning(UserWarning):
@@ -382,7 +376,7 @@ class Recording:
         if self._before_write is not None:
             self._before_write()
         unwritten, self._unwritten = self._unwritten, WindowList(self._unwritten.ends)
-        self._sinks.pass_on(lambda: coarsen(unwritten.as_tuple(), WINDOWS_A_WRITE, unwritten.begins), self.progress)
+        self._sinks.pass_on(unwritten.as_tuple(), self.progress)
         self._written_at = self._clock()
         self._stride = 0
 

@@ -10,12 +10,15 @@ from typing import Protocol
 
 from mpinspect.ranges.session import Event, Measurement, Precision, Progress
 from mpinspect.ranges.windows.tensors import TensorInfo
-from mpinspect.ranges.windows.window import Window, merge_windows
+from mpinspect.ranges.windows.window import Window, coarsen, merge_windows
 from mpinspect.runtime.appending import may_pass
 from mpinspect.runtime.background import Background
 
 #: Maximum number of windows queued while the disk refuses them; beyond it, the oldest two are merged.
-WAITING_LIMIT = 16
+WAITING_LIMIT = 32
+#: Maximum number of windows per write of a sink that yields: a curve needs no more, and TensorBoard takes 50 ms for one of 1,500
+#: tensors.
+WINDOWS_A_WRITE = 8
 #: Maximum number of notes per sink on refused writes, so that a full disk does not flood the notes.
 MOST_TOLD = 10
 
@@ -24,7 +27,7 @@ class Sink(Protocol):
     """Stores captured records; raises OSError when it can't. Called by different threads, but never concurrently.
 
     A sink with a true attribute ``yields`` pauses while an earlier sink's writes are refused, to leave the disk space to the
-    earlier, more important records.
+    earlier, more important records. Its windows are merged to WINDOWS_A_WRITE a write.
     """
 
     def watched(self, infos: Sequence[TensorInfo]) -> None: ...
@@ -74,7 +77,7 @@ class _Keeper:
 
     def take_windows(self, windows: Sequence[Window], progress: Progress) -> None:
         self._progress = progress
-        self._windows += windows
+        self._windows += coarsen(windows, WINDOWS_A_WRITE) if self.yields else windows
         while len(self._windows) > WAITING_LIMIT:
             self._windows[:2] = [merge_windows(*self._windows[:2])]
 
@@ -141,8 +144,8 @@ class Sinks:
         if self._keepers:
             self._background.call(lambda: self._tell(lambda keeper: keeper.take(tell)), urgent=urgent)
 
-    def pass_on(self, windows: Callable[[], Sequence[Window]], progress: Progress) -> None:
-        """Forward the run's progress and some windows, which ``windows`` creates on the background thread."""
+    def pass_on(self, windows: Sequence[Window], progress: Progress) -> None:
+        """Forward the run's progress and some windows."""
         if self._keepers:
             self._background.call(lambda: self._pass_on(windows, progress))
 
@@ -167,17 +170,10 @@ class Sinks:
         keepers, self._keepers = self._keepers, []
         return [keeper.sink for keeper in keepers]
 
-    def _pass_on(self, windows: Callable[[], Sequence[Window]], progress: Progress) -> None:
+    def _pass_on(self, windows: Sequence[Window], progress: Progress) -> None:
         started = time.thread_time()
         self._steps = progress.steps
-        made: Sequence[Window] = ()
-        try:
-            made = windows()
-        except Exception as error:
-            self._failures.append(
-                f"mpinspect failed to merge the windows to be written ({error!r}): they are not in the log_dir"
-            )
-        self._tell(lambda keeper: keeper.take_windows(made, progress))
+        self._tell(lambda keeper: keeper.take_windows(windows, progress))
         self.cost_s = time.thread_time() - started
         if self._written is not None:
             self._written()

@@ -113,22 +113,30 @@ def _trouble(diff: RangeDiff) -> tuple[str, ...]:
         return (f"Neither is healthy, in the same way: {other}.",)
     if one and other:
         return (f"Neither is healthy. A: {one}; B: {other}.",)
-    name, settings = ("A", "B")[not one], _settings_of_broken(diff)
+    name, settings = _broken_alone(diff), _settings_of_broken(diff)
     if settings:
         return (f"{name} alone is not healthy.", settings, f"{name}: {one or other}.")
     return (f"{name} alone is not healthy: {one or other}.",)
 
 
-def began_alone(diff: RangeDiff) -> tuple[str, Began]:
-    """Return the name of the one broken run and where it began to break; "" and nothing if its settings are to be undone."""
-    name = _broken_alone(diff)
-    found = Began() if not name or _undoes(diff) else began(_run(diff, name))
-    return name * bool(found.headline), found._replace(headline=filled(f"{name}: {{}}", found.headline))
+def began_apart(diff: RangeDiff) -> dict[str, Began]:
+    """Return where each broken run began to break, by its name; nothing if both are broken in the same way."""
+    broken = _broken(diff)
+    found = {name: began(_run(diff, name)) for name in broken}
+    is_apart = len(broken) == 1 or not is_alike(diff)
+    return found if is_apart and all(each.headline for each in found.values()) else {}
+
+
+def _broken(diff: RangeDiff) -> list[str]:
+    """Return which runs are not healthy, of "A" and "B". Beside an error a warning is none."""
+    runs = {"A": diff.first, "B": diff.second}
+    grave = [name for name, run in runs.items() if _grave(run)[0]]
+    return grave or [name for name, run in runs.items() if run.verdict.healthy is False]
 
 
 def _broken_alone(diff: RangeDiff) -> str:
     """Return which run alone is not healthy, "A" or "B"; "" if neither is or both are."""
-    broken = [name for name, run in (("A", diff.first), ("B", diff.second)) if run.verdict.healthy is False]
+    broken = _broken(diff)
     return broken[0] if len(broken) == 1 else ""
 
 
@@ -140,13 +148,13 @@ def _settings_of_broken(diff: RangeDiff) -> str:
     may_break = [change for change in may_break if not change.follows] or may_break
     shown = ", ".join(change.words for change in may_break[:_IN_HEADLINE])
     what = "Settings that differ"
-    if _undoes(diff):
+    if undoes(diff):
         those = by_number(len(may_break), "setting", "settings")
         what = {"A": f"First take B's {those}", "B": f"First undo the {those}"}[name]
     return f"{what}: {shown}{and_more(len(may_break) - _IN_HEADLINE)}."
 
 
-def _undoes(diff: RangeDiff) -> bool:
+def undoes(diff: RangeDiff) -> bool:
     """Return whether the broken run needs the other's settings, not the change of its finding.
 
     A run that differs in its dtypes is usually meant to have them, so its finding's change makes it work with them. That of a
@@ -181,18 +189,17 @@ def advice(diff: RangeDiff, above: str) -> Iterator[Block]:
     Args:
         above: the headline, whose sentences are not repeated.
     """
-    first, second = diff.first.verdict, diff.second.verdict
-    if second.healthy is False and (trouble(diff) or any(finding.is_alarm for finding in diff.new)):
-        yield from _change(diff, "B", above)
-    elif first.healthy is False and second.healthy is not False:
+    if _broken_alone(diff) == "A":
         if not _settings_of_broken(diff):
             yield Line("B has no such finding. Settings that differ: none that was recorded.")
         yield from _change(diff, "A", above)
+    elif diff.second.verdict.healthy is False and (trouble(diff) or any(finding.is_alarm for finding in diff.new)):
+        yield from _change(diff, "B", above)
 
 
 def _change(diff: RangeDiff, name: str, above: str) -> Iterator[Block]:
     run = _run(diff, name)
-    if not _undoes(diff):
+    if not undoes(diff):
         yield from change_blocks(run.verdict, f" in {name}")
     for sentence in run.verdict.sentences:
         if sentence.partition(": ")[2].rstrip(".") not in above:
@@ -204,7 +211,7 @@ def _parting(diff: RangeDiff) -> str:
     moved = diff.moved
     if moved is not None:
         where = f"{by_number(1 + moved.last_step - moved.first_step, 'at', 'in')} {_named(moved)}"
-        return f"They part {where}: {_what(moved)}{_zeros(moved)}."
+        return f"They part {where}: {_how_far(diff, moved)}."
     if not diff.compared.stretches:
         return "Whether they part is not known: no step was counted in both."
     grave = next((finding for finding in diff.new if finding.is_alarm), None)
@@ -245,17 +252,15 @@ def _named(parting: Parting) -> str:
     return steps_named(parting.first_step, parting.last_step)
 
 
-def _what(parting: Parting) -> str:
-    where = phrase(parting.name, parting.kind)
-    return f"{percent(parting.elsewhere_fraction)} of {where} lie in other powers of two"
-
-
-def _zeros(parting: Parting) -> str:
-    """Return words on zeros, if these are half of the difference."""
-    one, other = parting.zeros_fraction
-    if abs(one - other) < parting.elsewhere_fraction / 2:
-        return ""
-    return f" ({percent(one)} of them zero in A, {percent(other)} in B)"
+def _how_far(diff: RangeDiff, parting: Parting) -> str:
+    """Return words on a tensor's share that moved, as the tables show it, and on its zeros if they are half of that."""
+    named = phrase(parting.name, parting.kind)
+    change = next((each for each in diff.layers if (each.name, each.kind) == (parting.name, parting.kind)), None)
+    if change is None:
+        return named
+    share, (one, other) = change.elsewhere_fraction, change.zeros_fraction
+    zeros = f" ({percent(one)} of them zero in A, {percent(other)} in B)" * (abs(one - other) >= share / 2)
+    return f"{percent(share)} of {named} lie in other powers of two, a mean over the steps{zeros}"
 
 
 def _equal(diff: RangeDiff) -> str:
@@ -435,7 +440,7 @@ def _compared(diff: RangeDiff) -> Iterator[str]:
 
 def _most(parting: Parting) -> str:
     others = and_more(parting.tensors - 1, ", and in {:,} more")
-    return f"{phrase(parting.name, parting.kind)} ({percent(parting.elsewhere_fraction)} of its elements){others}"
+    return f"{phrase(parting.name, parting.kind)}{others}"
 
 
 def _counted(report: RangeReport) -> str:

@@ -276,6 +276,7 @@ def _event(event: Event) -> dict[str, Any]:
         "tensor": printable(event.tensor),
         "kind": event.what,
         "value": event.value,
+        "skipped": bool(event.skipped),
         "words": printable(event_line(event)),
         "facts": printable("; ".join(event_facts(event))),
         "explanation": printable(event.explanation),

@@ -15,16 +15,16 @@ from mpinspect.ranges.report.comparison import (
     BESIDE,
     ROWS,
     advice,
-    began_alone,
+    began_apart,
     blocks,
     headline,
     headline_parts,
     maps,
     matters,
     trouble,
+    undoes,
 )
 from mpinspect.ranges.report.front import NO_MAP
-from mpinspect.ranges.report.place import Began
 from mpinspect.ranges.windows.tensors import LostUpdates
 from mpinspect.reporting.document import (
     Block,
@@ -111,24 +111,25 @@ def _front(report: DiffReport) -> Front:
     changes = dict.fromkeys(change for model in models for change in model.ranges.settings)
     first, *others = _verdict_parts(report)
     settings = (Item(change.words) for change in changes if change.words not in " ".join(others))
-    broken, place = ("", Began()) if several else began_alone(models[0].ranges)
+    places = began_apart(models[0].ranges)
+    causes = ". ".join(f"{name}: {place.headline}" for name, place in places.items())
+    broken = "".join(places) if len(places) == 1 else ""
+    alarm = places[broken].alarm if broken else ""
     state = f"Only {broken} is broken" if broken else state
-    if broken and place.alarm:
+    if alarm:
         # The front shows the broken run's event beside the headline, and below it all settings.
         others = [_AND_MORE.sub(".", each) for each in others if not each.startswith(f"{broken}: ")]
-        others += _changes_of_a_step(report)
     # A finding's whole message is too long for a headline.
-    is_short = len(first) <= _LONGEST
+    lead = f"{models[0].name}: " * several + causes if causes else first * (len(first) <= _LONGEST)
     are_healthy = all(run.verdict.healthy for model in models for run in (model.ranges.first, model.ranges.second))
     said = (
         *lines("Both runs are healthy." * are_healthy),
-        *lines(*([] if is_short or broken else [first]), *others, tone="lead"),
+        *lines(*([] if broken or lead == first else [first]), *others, tone="lead"),
         *(Line(f"{model.name}: {headline(model.ranges)}") for model in models[1 : _MODELS.terminal]),
     )
+    change, is_change_first = tuple(_advice(report)), broken and not undoes(models[0].ranges)
     beside: tuple[Block, ...] = (
-        *(() if broken else said),
-        *_advice(report),
-        *(said if broken else ()),
+        *((*change, *said) if is_change_first else (*said, *change)),
         *section("More settings that differ", Items(tuple(settings), BESIDE)),
         _sides(report),
     )
@@ -145,8 +146,8 @@ def _front(report: DiffReport) -> Front:
         tuple(_listed(each, owners.get(id(each)), several) for each in report.findings if each.is_alarm),
         picture=next((replace(found, title="", of="Runs") for found in maps(named)), None),
         without=NO_MAP,
-        headline=place.headline or (first if is_short else ""),
-        alarm=place.alarm,
+        headline=lead,
+        alarm=alarm,
     )
 
 
@@ -180,10 +181,7 @@ def _verdict_parts(report: DiffReport) -> list[str]:
     one, other = report.first.arguments, report.second.arguments
     if one is not None and other is not None and one != other:
         parts.insert(1, f"Arguments that differ: A {_without(one, other) or _NONE}; B {_without(other, one) or _NONE}.")
-    parts[-1] = (
-        "; ".join([parts[-1][:-1], *(each[0].lower() + each[1:-1] for each in _changes_of_a_step(report))]) + "."
-    )
-    return parts
+    return [*parts, *_changes_of_a_step(report)]
 
 
 def _changes_of_a_step(report: DiffReport) -> Iterator[str]:

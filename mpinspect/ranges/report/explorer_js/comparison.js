@@ -10,7 +10,7 @@ import { BESIDE, LETTER, letters } from "./layout.js";
 import { Painter } from "./painter.js";
 import { blockAfter, fillWhole } from "./scrubber.js";
 import { View } from "./view.js";
-import { numberOf, percent, shortened, STRIP, wrapping } from "./words.js";
+import { formatInWords, numberOf, percent, shortened, STRIP, wrapping } from "./words.js";
 
 /** Most rows, pixels of a row at least and at most, and of the columns of figures with the table's borders. */
 const [MOST, LEAST, TALLEST, FIGURES] = [200, 24, 200, 176];
@@ -31,15 +31,15 @@ export class Comparison {
     this.lead = lead;
     this.choose = choose;
     this.views = data.map((each) => new View(each, undefined));
-    this.painters = this.views.map((view) => new Painter(view, root));
+    this.rows = element("div", { className: "rows compared", tabIndex: 0, role: "region", "aria-label": "Tensors of both runs" });
+    this.painters = this.views.map((view) => new Painter(view, this.rows));
     const [first, second] = this.views;
-    /** The run whose culprit is marked: B, unless only A has one. */
-    this.broken = !second.data.opening.said && first.data.opening.said ? "A" : "B";
-    /** What the map of that run opens with. */
-    this.opening = (this.broken === "A" ? first : second).data.opening;
+    const [one, other] = data.map((each) => each.opening);
+    /** What the map of the run opens with whose culprit is marked: B, unless A alone has one, or an error. */
+    this.opening = one.said && (!other.said || (one.grave && !other.grave)) ? one : other;
     const { marked, near, name } = this.opening;
     /** Names of the tensors to blame there, or of those that are part of the culprit. @type {Set<string>} */
-    this.culprits = new Set([...marked, ...(name ? near : [])]);
+    this.ofCulprit = new Set([...marked, ...(name ? near : [])]);
     const kinds = second.kinds.filter((/** @type {any} */ kind) => first.kinds.some((/** @type {any} */ other) => other.name === kind.name));
     const asked = wanted(data[1], "kind");
     const moved = data[1].changes.find((/** @type {any} */ [,,, from]) => from !== null);
@@ -60,7 +60,6 @@ export class Comparison {
     this.titles = ["A", "B", "B minus A"].map((words) => element("b", {}, words));
     this.body = element("tbody", {});
     this.cols = [0, 1, 2, 3, 4, 5].map(() => element("col", {}));
-    this.rows = element("div", { className: "rows compared", tabIndex: 0, role: "region", "aria-label": "Tensors of both runs" });
     this.fill();
     this.use(this.differ && [null, OWN].includes(wanted(data[1], "format")) ? OWN : second.state.format.name);
     const resized = new ResizeObserver(() => this.draw());
@@ -73,7 +72,7 @@ export class Comparison {
   }
 
   fill() {
-    const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", { className: control === this.kind ? "roomy" : "" }, element("span", {}, words), control);
+    const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", { className: control === this.kind ? "roomy" : "", title: words }, element("span", {}, words), control);
     const heads = this.titles.map((title, place) => element("th", { scope: "col", className: "map" }, title, this.axes[place]));
     this.rows.append(element("table", {}, element("colgroup", {}, ...this.cols), element("thead", {}, element("tr", {}, element("th", { scope: "col", className: "left" }, "layer"), ...heads,
       element("th", { scope: "col", title: "share of its elements that lie in other powers of two in B" }, "moved"), element("th", { scope: "col", title: "the first step in which it moved beyond its normal variation" }, "from step"))), this.body));
@@ -102,8 +101,10 @@ export class Comparison {
     this.format.value = name;
     this.views.forEach((view, place) => {
       view.state.format = view.formatNamed(name === OWN ? view.data.computes : name);
-      this.titles[place].textContent = `${"AB"[place]}, ${view.state.format.label}`;
+      this.titles[place].textContent = `${"AB"[place]}, ${formatInWords(view)}`;
     });
+    this.rows.classList.toggle("what-if", this.views.every((view) => view.isWhatIf));
+    for (const painter of this.painters) painter.forget();
   }
 
   /** @param {any} changed part of the state of both */
@@ -151,7 +152,7 @@ export class Comparison {
 
   /** Whether a tensor belongs to the culprit. @param {Pair} pair */
   isOfCulprit({ second }) {
-    return this.culprits.has(second.name);
+    return this.ofCulprit.has(second.name);
   }
 
   /** The tensors of the kind shown: those of the culprit, or the one that moved first, then the most moved. @returns {Pair[]} */
@@ -182,13 +183,24 @@ export class Comparison {
     this.body.replaceChildren(...this.culpritRows(), ...shown.slice(0, MOST).map((pair, place) => this.row(pair, differences[place], most)));
   }
 
-  /** A row that says what went wrong in one of the runs, and where; none if nothing did. */
+  /** Each place where something went wrong, and what; no warning stands beside an error. @returns {[string, string][]} */
+  get culprits() {
+    /** @type {Map<string, string[]>} */
+    const runs = new Map();
+    for (const view of [...this.views].reverse()) {
+      const { name, marked, said, grave } = view.data.opening;
+      if (!said || grave !== this.opening.grave) continue;
+      const place = name || this.views[0].layers.find((/** @type {any} */ each) => each.name === marked[0])?.label || marked[0];
+      const words = JSON.stringify([place, whyMarked(view)]);
+      runs.set(words, ["AB"[this.views.indexOf(view)], ...(runs.get(words) ?? [])]);
+    }
+    return [...runs].map(([words, names]) => [JSON.parse(words)[0], `${names.join(", ")}: ${JSON.parse(words)[1]}`]);
+  }
+
+  /** A row for each of these places. */
   culpritRows() {
-    const { name, marked, said } = this.opening;
-    if (!said) return [];
-    const place = name || this.views[0].layers.find((/** @type {any} */ each) => each.name === marked[0])?.label || marked[0];
-    return [element("tr", { className: "marked culprit", style: `--row:${CULPRIT}px` }, element("th", { scope: "row", className: "left", title: place }, this.nameIn(place)),
-      element("td", { className: "words", colSpan: 5 }, `${this.broken}: ${whyMarked(this.views["AB".indexOf(this.broken)])}`))];
+    return this.culprits.map(([place, why]) => element("tr", { className: "marked culprit", style: `--row:${CULPRIT}px` },
+      element("th", { scope: "row", className: "left", title: place }, this.nameIn(place)), element("td", { className: "words", colSpan: 5 }, why)));
   }
 
   /** A name, or its end. @param {string} name */
@@ -203,7 +215,7 @@ export class Comparison {
     const figures = isNarrow() ? 0 : FIGURES;
     const strip = Math.max(Math.floor((wide - names - figures - 16) / 3), 60);
     const [all, rows, legend] = [this.root, this.rows, this.legend].map((each) => each.getBoundingClientRect());
-    const free = all.bottom - rows.top - legend.height - BESIDES - (this.opening.said ? CULPRIT : 0);
+    const free = all.bottom - rows.top - legend.height - BESIDES - this.culprits.length * CULPRIT;
     const row = clamp(Math.floor(free / Math.max(shown.length, 1)), LEAST, TALLEST);
     [names, strip, strip, strip, figures / 2, figures / 2].forEach((width, place) => { this.cols[place].style.width = `${width}px`; });
     this.rows.classList.toggle("narrow", !figures);

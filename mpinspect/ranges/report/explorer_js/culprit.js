@@ -15,5 +15,6 @@ export function shownInstead({ data, state }) {
   const { step } = data.opening;
   if (step === null || state.block < 0) return "";
   const block = data.blocks[state.block];
-  return block.first <= step && step <= block.last ? "" : ` (shown: ${spanInWords(block)})`;
+  if (block.first <= step && step <= block.last) return "";
+  return ` (shown: ${spanInWords(block)}, ${block.last < step ? "before" : "after"} it)`;
 }

@@ -66,7 +66,7 @@ class Models {
     // Runs that are compared stand in pairs.
     const pairs = root.dataset.together === undefined ? [] : names.filter((_, place) => place % 2 === 0);
     this.select.prepend(...pairs.map((name, pair) => element("option", { value: `${DIFFERENCE}${pair}` }, `${name}, B, difference`)));
-    this.switch = element("label", { className: "roomy" }, element("span", {}, root.dataset.of ?? "Model"), this.select);
+    this.switch = element("label", { className: "roomy", title: root.dataset.of ?? "Model" }, element("span", {}, root.dataset.of ?? "Model"), this.select);
     this.maps = element("div", { className: "maps" });
     /** Of each model decoded so far. @type {Promise<any>[]} */
     this.known = [];

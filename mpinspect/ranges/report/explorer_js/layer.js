@@ -5,7 +5,7 @@ import { element, key } from "./dom.js";
 import { nonzero, share } from "./histogram.js";
 import { histogramChart, historyChart, sharedAxis, smallChart } from "./own_charts.js";
 import { copied } from "./panel.js";
-import { number, percent, power, raised } from "./words.js";
+import { formatInWords, number, percent, power, raised } from "./words.js";
 
 /** Pixels of a chart where the view has no width yet. */
 const UNMEASURED = 300;
@@ -106,12 +106,12 @@ export function fp32Code(module, isNarrow) {
 
 /** @param {import("./view.js").View} view @param {any} layer @param {any} found */
 function facts(view, layer, { h, all, flushed, subnormal, low, high }) {
-  const { format, scale } = view.state;
+  const { scale } = view.state;
   const over = low === high ? number(low) : `${number(low)} to ${number(high)}`;
   const fate = all ? `${number(flushed)} flushed to zero, ${number(subnormal)} kept with fewer bits, ${over} overflowed` : "no finite non-zero element";
   const said = [
     `${number(all)} finite non-zero elements were counted in ${view.stepsInWords}, ${number(h.zeros)} zeros, ${number(h.infs)} infinities, ${number(h.nans)} NaNs.`,
-    `${format.label}${view.isScaled() ? ` at a loss scale of ${power(scale)}` : ""}: ${fate}.`,
+    `${formatInWords(view, "If")}${view.isScaled() ? ` at a loss scale of ${power(scale)}` : ""}: ${fate}.`,
   ];
   if (layer.floor !== null && h.zeros > 0) said.push(`Magnitudes up to ${power(layer.floor)} may have been flushed before they were counted: then they are among the zeros.`);
   if (layer.noise) said.push("In theory this gradient is zero: what was counted is rounding noise.");

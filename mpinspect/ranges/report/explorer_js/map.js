@@ -51,7 +51,7 @@ export class LayerMap {
   }
 
   fillRoot() {
-    const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", {}, element("span", {}, words), control);
+    const label = (/** @type {string} */ words, /** @type {Node} */ control) => element("label", { title: words }, element("span", {}, words), control);
     const help = element("details", { className: "help" }, element("summary", { title: "how to read the map" }, "?"), this.table.legend);
     const happened = eventList(this.view, (event) => this.chooseEvent(event));
     this.head = element("div", { className: "controls" }, this.lead, label("Tensors", this.kind), label("Format", this.format), this.shares.controls, this.search, happened, help, this.back);

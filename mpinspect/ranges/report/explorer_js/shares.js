@@ -7,7 +7,7 @@ import { curvesOf, isNotable } from "./curves.js";
 import { element, entry, isNarrow, key, svg } from "./dom.js";
 import { clamp } from "./histogram.js";
 import { SCALES } from "./view.js";
-import { percent, power, scaleInWords } from "./words.js";
+import { formatInWords, isOther, percent, power, scaleInWords } from "./words.js";
 
 /** Exponent of FP32's largest value. */
 const FLOAT32_TOP = 127;
@@ -229,7 +229,7 @@ export class Shares {
     const { format } = view.state;
     const k = view.log2Scale;
     /** @type {[number, number, string][]} */
-    const zones = [[painter.ends[0], format.flush - k, "flushed"], [format.flush - k, format.normal - k, "subnormal"], [format.normal - k, format.top + 1 - k, `${format.label}'s range`], [format.top + 1 - k, painter.ends[1], "overflow"]];
+    const zones = [[painter.ends[0], format.flush - k, "flushed"], [format.flush - k, format.normal - k, "subnormal"], [format.normal - k, format.top + 1 - k, isOther(view) ? `range ${formatInWords(view)}` : `${format.label}'s range`], [format.top + 1 - k, painter.ends[1], "overflow"]];
     const names = zones.map(([from, to, words]) => {
       const [left, right] = [Math.max(painter.place(from), 0), Math.min(painter.place(to), painter.width)];
       return { left, right, words, half: words.length * ZONE_LETTER / 2, at: 0 };

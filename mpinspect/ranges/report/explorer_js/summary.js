@@ -4,7 +4,7 @@
 import { NOTABLE } from "./curves.js";
 import { element } from "./dom.js";
 import { lostMass } from "./histogram.js";
-import { number, numberOf, raised, scaleInWords, spanInWords } from "./words.js";
+import { formatInWords, number, numberOf, raised, scaleInWords, spanInWords } from "./words.js";
 
 /** @param {number} count @param {string} one @param {string} several */
 const verb = (count, one, several) => (count === 1 ? one : several);
@@ -17,7 +17,7 @@ export function summary(view) {
   const broken = found.filter((/** @type {any} */ each) => each.h.infs + each.h.nans > 0).length;
   const without = valued.length && valued.length < own.length ? `, ${own.length - valued.length} without a finite non-zero element` : "";
   const nonFinite = broken ? `, ${broken} ${verb(broken, "holds", "hold")} infinities or NaNs` : "";
-  return `${view.state.format.label}${scaleOf(view)}: ${losses(view, valued, broken)}${without}${nonFinite}.${eventInWords(view)}`;
+  return `${formatInWords(view, "If")}${scaleOf(view)}: ${losses(view, valued, broken)}${without}${nonFinite}.${eventInWords(view)}`;
 }
 
 /** The steps, and which of the run's loss scales is shown. @param {import("./view.js").View} view */

@@ -113,6 +113,12 @@ export class Timeline {
     return scales.filter((/** @type {any} */ [, value], /** @type {number} */ place) => place && value !== null && value < (scales[place - 1][1] ?? -Infinity) - ROUNDING);
   }
 
+  /** The events before the step in which the trouble began. @returns {any[]} */
+  get earlier() {
+    const { events, opening } = this.view.data;
+    return events.filter((/** @type {any} */ { step }) => step < (opening.step ?? 0));
+  }
+
   /** Shades the steps from that on in which the trouble began, to its end if that is known. @param {any} drawn */
   since({ picture, x, right, bottom }) {
     const { step, until } = this.view.data.opening;
@@ -152,7 +158,7 @@ export class Timeline {
     picture.append(svg("path", { d: this.hasFlushed ? this.pathOf(this.flushed, x, share) : "", class: "curve lost-share" }),
       svg("path", { d: this.pathOf(this.largest, x, y), class: "curve largest" }), ...this.sums(drawn), svg("path", { d: this.path(drawn, across.ends[1]), class: "curve scales" }),
       ...this.falls.map(([step, value]) => svg("path", { d: `M${at(step) - 4} ${y(value) + 3}h8l-4 7z`, class: "fall" }, svg("title", {}, `step ${number(step)}: the scale fell to ${power(value)}`))),
-      ...data.events.map((/** @type {any} */ event) => svg("g", { class: event.step < (data.opening.step ?? 0) ? "event earlier" : "event" },
+      ...data.events.map((/** @type {any} */ event) => svg("g", { class: this.earlier.includes(event) ? "event earlier" : "event" },
         svg("title", {}, event.words), svg("line", { x1: x(event.step), x2: x(event.step), y1: TOP + 6, y2: bottom }),
         svg("path", { d: (event.value === "nan" ? ring : cross)(x(event.step)) }))));
     this.began(drawn);
@@ -205,7 +211,9 @@ export class Timeline {
     const until = counted < this.view.lastStep ? `, counted up to step ${number(counted)}` : "";
     const finite = this.largest.findLastIndex((each) => each !== null);
     const finitely = `, finite up to step ${number(data.blocks[finite]?.last ?? 0)}`;
-    const has = (/** @type {string} */ value) => data.events.some((/** @type {any} */ event) => event.value === value);
+    const { earlier } = this;
+    const has = (/** @type {string} */ value) => data.events.some((/** @type {any} */ event) => event.value === value && !earlier.includes(event));
+    const skipped = earlier.every(({ skipped: isSkipped }) => isSkipped) ? ", update skipped" : "";
     return [
       ...(this.known.length ? [key("scales", "loss scale")] : []),
       ...(this.view.hasScale && !this.known.length ? [entry(data.by_hand ? `with the loop's own loss scale, ${raised(data.by_hand)}` : "no loss scale was seen")] : []),
@@ -216,6 +224,7 @@ export class Timeline {
       ...(data.skipped ? [entry(`${numberOf(data.skipped, "update")} skipped`)] : []),
       ...(has("inf") ? [key("inf", "first infinity of a step")] : []),
       ...(has("nan") ? [key("nan", "first NaN of a step")] : []),
+      ...(earlier.length ? [key("earlier", `before the trouble began${skipped}`, "A dynamic loss scaler raises its scale until gradients overflow, and skips that update.")] : []),
       ...(state.block < 0 || !hasScrubber ? [] : [key("shown", "shown")]),
     ];
   }

@@ -3,7 +3,7 @@
 
 import { wanted } from "./address.js";
 import { clamp, flushed, merge, nonFinite, nonzero, overflowed, share, subnormal, unpack } from "./histogram.js";
-import { spanInWords } from "./words.js";
+import { isOther, spanInWords } from "./words.js";
 
 /** The least and the largest loss scale, as powers of two. */
 export const SCALES = /** @type {[number, number]} */ ([-24, 40]);
@@ -209,7 +209,7 @@ export class View {
 
   /** Whether the map shows what another format than the run's would do to a healthy run. */
   get isWhatIf() {
-    return this.isCalm && this.data.computes !== "" && this.state.format.name !== this.data.computes;
+    return this.isCalm && isOther(this);
   }
 
   /** Share of a parameter's updates that are lost, or of all parameters'; null where none was seen. @param {any} storage @param {any} layer @param {number} block */

@@ -49,5 +49,11 @@ export const number = (count) => count.toLocaleString("en");
 /** A number of things. @param {number} count @param {string} thing */
 export const numberOf = (count, thing) => `${number(count)} ${thing}${count === 1 ? "" : "s"}`;
 
+/** Whether the run computes in another format than the one that is shown. @param {any} view */
+export const isOther = ({ data, state }) => data.computes !== "" && state.format.name !== data.computes;
+
+/** The format that is shown: "FP16", or "if FP16" of a run that computes in another one. @param {any} view */
+export const formatInWords = (view, lead = "if") => `${isOther(view) ? `${lead} ` : ""}${view.state.format.label}`;
+
 /** @param {{first: number, last: number}} block */
 export const spanInWords = ({ first, last }) => (first === last ? `step ${first}` : `steps ${first} to ${last}`);
