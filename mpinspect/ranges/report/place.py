@@ -43,6 +43,12 @@ def line_of(finding: Finding) -> str:
     return str(finding.evidence.get("line") or "")
 
 
+def _origin_of(finding: Finding) -> str:
+    """Return the line and the operator from which a finding's error comes: "train.py:12: softmax"; "" if it names none."""
+    line, operator = (str(finding.evidence.get(f"origin_{name}") or "") for name in ("line", "operator"))
+    return filled("{}", line and f"{line}: {operator_named(operator)}")
+
+
 def code_of(finding: Finding) -> str:
     """Return the line of the script and the operator that a finding names: "train.py:19: mul"; "" if it names neither."""
     return ": ".join(filter(None, (line_of(finding), _operator(finding))))
@@ -122,7 +128,8 @@ def _of_event(event: Event, finding: Finding | None) -> tuple[str, bool]:
 def _code_beside(finding: Finding) -> str:
     """Return the line and the operator beside the finding's cause, without what the cause has said."""
     line = line_of(finding)
-    return line if line and _cause(finding) != heading(finding) else code_of(finding)
+    code = line if line and _cause(finding) != heading(finding) else code_of(finding)
+    return ", taken by ".join(filter(None, (_origin_of(finding), code)))
 
 
 def _place(finding: Finding) -> str:

@@ -13,13 +13,14 @@ from mpinspect.ranges.faults.name.operators import (
     CONCENTRATED,
     expression,
     found_at,
+    is_log_of_softmax,
     of_learning_steps,
     origin_of,
     percent_up_to,
-    words_of,
 )
 from mpinspect.ranges.records import (
     FP32_OFF,
+    BornInfinite,
     BrokenInFP32,
     BrokenLoss,
     FlushedInFP32,
@@ -81,7 +82,11 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
     broke = {event.step for event in case.events if event.forward_finite is False}
     broke |= {each.step for each in case.recorded(BrokenLoss)}
     in_backward = {event.step for event in case.events}
+    of_softmax = {each.names[5] for each in case.recorded(BornInfinite) if is_log_of_softmax(each)}
     for broken in case.recorded(BrokenInFP32):
+        if broken.names[1] in of_softmax:
+            # log_softmax is finite in FP32.
+            continue
         if case.progress.steps and broken.step not in (broke if broken.names[2] == "forward" else broke | in_backward):
             # It does no harm, as in a monitor or behind a clamp.
             continue
@@ -98,11 +103,10 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
             _Coarse.DOUBLE.when(not is_beyond),
             {
                 "count": int(broken.elements),
-                **words_of(origin),
                 "in_fp64": expression(source.names[0], ".double()"),
             },
             layer=layer,
-            before=[source.names[1]] if origin else [],
+            origin=origin,
             operator=source.names[0],
             is_grave=first is not None,
             step=step,

@@ -10,7 +10,7 @@ from mpinspect.numeric.formats import BFLOAT16, FLOAT16
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.faults.name.operators import operator_named
+from mpinspect.ranges.faults.name.operators import LogSoftmax, operator_named
 from mpinspect.ranges.kinds import WEIGHT_GRADIENT
 from mpinspect.ranges.records import (
     BEYOND_FLOAT16,
@@ -392,10 +392,6 @@ class _Argument(Sentences):
         "Pack saved tensors in BF16, which has FP32's range, or scale them: the forward is right, but its backward computes with "
         "the packed values."
     )
-    LOG_SOFTMAX = (
-        "Take log_softmax of the logits: it is finite, and so is its gradient. A clamp would be finite too, but gives the "
-        "clamped elements no gradient."
-    )
     BEYOND = "Use FP32 for this operation, and for the operators that take its result."
     EXP = (
         "Subtract the largest first (torch.softmax and torch.logsumexp do), bound the argument, or compute it in FP32."
@@ -440,7 +436,6 @@ class _ArgumentCode(Sentences):
         "    # the operators that take y"
     )
     PACK_WIDER = "# in the pack hook of\n# torch.autograd.graph.saved_tensors_hooks\npacked = tensor.to(torch.bfloat16)"
-    LOG_SOFTMAX = "# in place of log(x)\ny = torch.log_softmax(logits, -1)\nz = g(y)"
     LOG = "# a clamped element gets no gradient\ny = x{cast}.clamp_min(1e-6).log()"
     SQRT = "y = (x{cast} + 1e-12).sqrt()"
     RSQRT = "y = (x{cast} + 1e-12).rsqrt()"
@@ -465,7 +460,7 @@ _REMEDIES = {
     "of an infinity": (_Argument.MASK_LAST, _ArgumentCode.MASK_LAST),
     CONSTANT: (_Argument.CONSTANT, _ArgumentCode.CONSTANT),
     "with a weight": (_Argument.CLASS_WEIGHTS, _ArgumentCode.CLASS_WEIGHTS),
-    "of a softmax": (_Argument.LOG_SOFTMAX, _ArgumentCode.LOG_SOFTMAX),
+    "of a softmax": (LogSoftmax.FIX, LogSoftmax.CODE),
     "logarithm": (_Argument.AT_AN_EDGE, _ArgumentCode.LOG),
     "square root": (_Argument.AT_AN_EDGE, _ArgumentCode.SQRT),
     "sqrt": (_Argument.AT_AN_EDGE, _ArgumentCode.RSQRT),
@@ -533,7 +528,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             words,
             {"operator": measured.text, "line": line},
             is_mild=event is None,
-            operator="log" * (fix is _Argument.LOG_SOFTMAX),
+            operator="log" * (fix is LogSoftmax.FIX),
             before=[nearest.names[1]] if nearest else [difference, *lines, *further],
         )
         return
@@ -821,7 +816,7 @@ FAULTS = (
         "argument-out-of-range",
         "error",
         _argument_out_of_range,
-        (_Argument, _ArgumentCode, _Aftermath),
+        (_Argument, _ArgumentCode, LogSoftmax, _Aftermath),
         _EVENT,
     ),
 )

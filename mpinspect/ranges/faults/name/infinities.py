@@ -16,13 +16,14 @@ from mpinspect.ranges.faults.name.fault import AFTER_BREAK, TWICE, Fault, Found
 from mpinspect.ranges.faults.name.forward import InVain
 from mpinspect.ranges.faults.name.operators import (
     CASTS,
+    LogSoftmax,
     expression,
     found_at,
+    is_log_of_softmax,
     operator_named,
     optimizer_of,
     origin_of,
     place_of,
-    words_of,
 )
 from mpinspect.ranges.faults.name.own_names import operand_in
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_flushed
@@ -192,7 +193,6 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
             "path": quoted(born.name),
             "at": _at(born, is_later),
             "at_origin": origin and _at(origin, is_later),
-            **words_of(origin),
             # A product there would round its result before a cast of the last operator's operands.
             **({"origin_expression": "f(z.float())"} if born.is_last else {}),
             "bound": bound,
@@ -207,8 +207,9 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         is_grave=first is not None or (born.did_harm and _spoils_gradients(born, case)),
         # A softmax, an exponential and a maximum take -inf as they take a large negative number.
         is_mild=first is None and bool(born.is_negative or born.is_unused),
+        origin=origin,
         before=[
-            *([origin.names[1]] if origin else born.names[3:4]),
+            *(() if origin else born.names[3:4]),
             *(bound.names[5:] if bound else ()),
             born.names[1],
             *further,
@@ -276,6 +277,8 @@ def _remedy(born: BornInfinite, origin: BornInfinite | None) -> tuple[Said, Said
     # The operators that take a large result would round it again.
     casts = ((Born.CAST_INPUTS, Born.CAST_BOTH), (Born.CAST_ON, Born.CAST_BOTH_ON))[bool(born.largest)]
     cast = casts[origin is not None]
+    if is_log_of_softmax(born):
+        return LogSoftmax.FIX, LogSoftmax.CODE
     if origin is not None and born.largest:
         return (Born.FROM_NEAR_IN_FP32, Born.SUBTRACT_LARGEST.when(origin.names[0].startswith("exp"))), cast
     if origin is not None:
@@ -470,6 +473,20 @@ FAULTS = (
         heading="Not finite in FP32 either",
     ),
     Fault("divisor-infinite", "error", _divisor_infinite, (_Divisor,), checked=TWICE),
-    Fault("overflow-in-operator", "warning", _overflow_in_operator, (Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),
-    Fault("input-rounded-away", "warning", _input_rounded_away, (Born, LayerInFP32), _OF_BORN, checked=AFTER_BREAK),
+    Fault(
+        "overflow-in-operator",
+        "warning",
+        _overflow_in_operator,
+        (Born, LayerInFP32, LogSoftmax),
+        _OF_BORN,
+        checked=AFTER_BREAK,
+    ),
+    Fault(
+        "input-rounded-away",
+        "warning",
+        _input_rounded_away,
+        (Born, LayerInFP32, LogSoftmax),
+        _OF_BORN,
+        checked=AFTER_BREAK,
+    ),
 )

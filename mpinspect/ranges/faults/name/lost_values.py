@@ -22,7 +22,6 @@ from mpinspect.ranges.faults.name.operators import (
     origin_of,
     percent_up_to,
     place_of,
-    words_of,
 )
 from mpinspect.ranges.faults.name.own_names import with_cast
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_cannot_decay, moments_flushed, no_weight_changes
@@ -87,8 +86,16 @@ def _sum_loses_terms(case: Case) -> Iterator[Found]:
         code = _Sum.CAST_PUT.when(operator.startswith("index_put")) or code
         fix = _Sum.IN_FP32.when(is_fault)
         is_grave = is_fault and _spoils_gradients(lost, case)
-        more = {"operator": lost.names[0], "is_mild": not is_fault, "is_grave": is_grave}
-        yield found_at(lost, (_Sum.LOSES, also), fix, code.when(is_fault), words, **more)
+        yield found_at(
+            lost,
+            (_Sum.LOSES, also),
+            fix,
+            code.when(is_fault),
+            words,
+            operator=lost.names[0],
+            is_mild=not is_fault,
+            is_grave=is_grave,
+        )
 
 
 class _Absorbed(Sentences):
@@ -137,16 +144,11 @@ def _addition_changes_nothing(case: Case) -> Iterator[Found]:
             (says, _Absorbed.LARGER_IS_OFF.when(origin), also),
             fix.when(is_fault),
             code.when(is_fault),
-            {
-                **words,
-                "inherited_by": percent_up_to(absorbed.inherited),
-                "origin_expression": "f(z.float())",
-                **words_of(origin),
-            },
+            {**words, "inherited_by": percent_up_to(absorbed.inherited)},
             operator="add" * (origin is None),
             is_mild=not is_fault,
             is_grave=is_fault and _spoils_gradients(absorbed, case),
-            before=[origin.names[1]] if origin else [],
+            origin=origin,
         )
 
 
@@ -591,13 +593,11 @@ def _rounding_error_left(case: Case) -> Iterator[Found]:
                 "times": cancelled.before and cancelled.after / cancelled.before,
                 "inputs": ("input was", "operands were")[is_difference or is_loss],
                 **({"operator": f"the difference in {operator}"} if is_loss else {}),
-                "origin_expression": "f(z.float())",
-                **words_of(origin),
             },
             operator=cancelled.names[0] * is_subtracted,
             is_grave=born is not None,
             is_mild=is_mild,
-            before=[origin.names[1]] if origin else [],
+            origin=origin,
             step=step,
         )
 
@@ -688,10 +688,9 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     says = (_Inaccurate.MOSTLY_ERROR, _Inaccurate.GROWS, _Inaccurate.ORIGIN.when(origin))
     fix = Born.FROM_ORIGIN_IN_FP32.when(origin) or _Inaccurate.LINE_IN_FP32
     code = Born.CAST_BOTH.when(origin) or Born.CAST_INPUTS
-    words = {**off_by, "origin_expression": "f(z.float())", **words_of(origin)}
-    before, is_grave = [origin.names[1]] if origin else [], first.error >= _AS_LARGE
+    words, is_grave = {**off_by}, first.error >= _AS_LARGE
     operator = first.names[0] * (origin is None)
-    yield found_at(first, says, fix, code, words, is_grave=is_grave, operator=operator, before=before)
+    yield found_at(first, says, fix, code, words, is_grave=is_grave, operator=operator, origin=origin)
 
 
 def _spoils_gradients(record: LostSum | AbsorbedOperand, case: Case) -> bool:

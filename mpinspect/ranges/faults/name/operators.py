@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -137,19 +137,32 @@ def origin_of(record: Placed) -> Placed | None:
     return replace(record, name=module, names=(operator, line, "forward"), text=dtype)
 
 
-def words_of(origin: Record | None) -> dict[str, object]:
-    """Return the words of an earlier operator, whose names begin with "origin"."""
-    return {f"origin_{name}": value for name, value in place_of(origin).items()} if origin else {}
-
-
 def found_at(
-    record: Record, says: Said, fix: Said, code: Said = (), words: Mapping[str, object] | None = None, **more: Any
+    record: Record,
+    says: Said,
+    fix: Said,
+    code: Said = (),
+    words: Mapping[str, object] | None = None,
+    origin: Record | None = None,
+    before: Sequence[str] = (),
+    **more: Any,
 ) -> Found:
-    """Return the occurrence that a record shows, at its operator; the sentences may use its figures and its place."""
+    """Return the occurrence that a record shows, at its operator; the sentences may use its figures and its place.
+
+    Args:
+        origin: the earlier operator that it comes from, whose words begin with "origin"; None without one.
+        before: lines that lead to it.
+    """
     operator, line, phase = record.names[:3]
     evidence = {"operator": operator, "line": line, "phase": phase, "dtype": record.text, **record.figures}
-    words = {**place_of(record), "measured": record.step, **(words or {})}
-    return Found(says, evidence, words, fix, code, **{"layer": record.name, "step": record.step, **more})
+    earlier: dict[str, object] = {"origin_expression": "f(z.float())"}
+    if origin is not None:
+        evidence |= {"origin_operator": origin.names[0], "origin_line": origin.names[1]}
+        earlier = {f"origin_{name}": value for name, value in place_of(origin).items()}
+        before = [origin.names[1], *before]
+    words = {**place_of(record), **earlier, "measured": record.step, **(words or {})}
+    more = {"layer": record.name, "step": record.step, "before": before, **more}
+    return Found(says, evidence, words, fix, code, **more)
 
 
 def of_learning_steps(errors: Iterable[GradientsError]) -> list[GradientsError]:
@@ -162,6 +175,21 @@ def of_learning_steps(errors: Iterable[GradientsError]) -> list[GradientsError]:
 def percent_up_to(error: float) -> str:
     """Return a relative error in words; a larger one than tenfold is no estimate of anything."""
     return f"{error:.0%}" if error < 10 else "more than 1,000%"
+
+
+class LogSoftmax(Sentences):
+    """The remedy for a logarithm of a softmax."""
+
+    FIX = (
+        "Take log_softmax of the logits: it is finite, and so is its gradient. A clamp would be finite too, but gives the "
+        "clamped elements no gradient."
+    )
+    CODE = "# in place of log(x)\ny = torch.log_softmax(logits, -1)\nz = g(y)"
+
+
+def is_log_of_softmax(record: Placed) -> bool:
+    """Return whether a record is of a logarithm whose error begins in a softmax."""
+    return record.names[0] == "log" and record.names[4:5] == ("_softmax",)
 
 
 class Gradients(Sentences):
