@@ -1,7 +1,7 @@
 """Replicas average their gradients after ``scaler.unscale_``: one overflows and skips, the other steps on its infinities."""
 
 # Thread: no thread: GradScaler looks for infinities when it unscales, in the gradients of its own optimizer alone
-# Finding: gradients-broken-after-check in left
+# Finding: gradients-broken-after-check, from step 20
 import copy
 
 import torch

@@ -1,7 +1,7 @@
 """Activations are saved for the backward in FP8, without a scale: they are flushed, and the weights get no gradient."""
 
 # Thread: no thread: recipes that save activations in FP8 scale them, and these hooks do not
-# Finding: operator-flushes in 0, from step 1
+# Finding: operator-flushes, from step 1
 import torch
 from torch import nn
 

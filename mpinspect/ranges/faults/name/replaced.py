@@ -120,7 +120,7 @@ def _broken_after_check(case: Case) -> Iterator[Found]:
     if case.scalers:
         fix, code, when = _AfterCheck.BEFORE_UNSCALING, _AfterCheck.MOVE, "when the scaler looked for infinities"
     if broken:
-        yield Found.of(case, broken, _AfterCheck.BROKEN, fix, code, words={"when": when}, layer=broken[0].name)
+        yield Found.of(case, broken, _AfterCheck.BROKEN, fix, code, words={"when": when})
     elif (state := _mean_of_broken(case)) is not None:
         weights = next(case.recorded(BrokenWeights))
         words = {
@@ -130,7 +130,7 @@ def _broken_after_check(case: Case) -> Iterator[Found]:
             "held": state.names[1],
             "when": when,
         }
-        more: dict[str, Any] = {"layer": state.name, "is_inferred": True, "step": state.step - 1}
+        more: dict[str, Any] = {"is_inferred": True, "step": state.step - 1}
         yield Found.of(case, [weights], _AfterCheck.HELD_IN_STATE, fix, code, words=words, **more)
 
 
