@@ -1137,8 +1137,9 @@ class MixedPowers(Record, kind="mixed-powers"):
     """A sum of two terms that carry different powers of the loss scale, or a number that limits a scaled value.
 
     Its text says where: "accumulated" (by two backwards), "gradient", "optimizer", "state" (a tensor that the optimizer takes),
-    "number" (one term is a number), "values", "backward", "function" (whose backward drops the scale), "limit". Its names are the
-    operator, the line, and the parameters in which gradients were accumulated; or the functions with a backward of their own.
+    "number" (one term is a number), "values", "backward", "weights" (of an inner step), "function" (whose backward drops the
+    scale), "limit". Its names are the operator, the line, and the parameters in which gradients were accumulated; or the
+    functions with a backward of their own.
 
     Args:
         first, second: the powers of the two terms.

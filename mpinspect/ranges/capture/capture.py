@@ -360,9 +360,12 @@ class Capture(Dispatcher):
 
     def _never_zeroed(self, backwards: int) -> list[torch.Tensor]:
         """Return the gradients to which each backward has added: one that zeroes them in between writes as often again."""
+        return [each for each in self._added_up(backwards / 2) if each._version <= backwards + 1]
+
+    def _added_up(self, least: float) -> list[torch.Tensor]:
+        """Return the gradients that were written more often; backwards of ``torch.autograd.grad`` write none."""
         gradients = (each.parameter.grad for each in self._parameters)
-        least, most = backwards / 2, backwards + 1
-        return [each for each in gradients if each is not None and is_plain(each) and least < each._version <= most]
+        return [each for each in gradients if each is not None and is_plain(each) and each._version > least]
 
     @guarded
     def _record_whether_updated(self) -> None:
@@ -378,7 +381,9 @@ class Capture(Dispatcher):
             self._recording.record(NeverUpdated(backwards=backwards, kept_broken=broken, names=names))
         if moved and self.clock.has_stopped and self._recording.progress.steps:
             backwards, most = self.clock.backwards_of_step, self.clock.most_backwards
-            self._recording.record(StepsStopped(step=self._recording.progress.steps, backwards=backwards, most=most))
+            if self._added_up(backwards / 2):
+                step = self._recording.progress.steps
+                self._recording.record(StepsStopped(step=step, backwards=backwards, most=most))
         if moved and self.clock.left_out.is_stopped:
             step, left_out = self._recording.progress.steps, self.clock.left_out
             self._recording.record(ForwardsLeft(step=step, names=left_out.lines, forwards=left_out.number))

@@ -348,6 +348,8 @@ class PowersOfScale:
         elif node is not None and "AccumulateGrad" in node.name():
             kind = "divided" if storage_key(results[0]) in self._divided else "accumulated"
             self._in_gradients[storage_key(results[0])] = mixed(kind, (getattr(node, "variable", None),))
+        elif self._is_inner_step(terms[0], results[0]):
+            self._found = mixed("weights", terms)
         elif self._name(terms[0]):
             self._in_gradients[storage_key(results[0])] = mixed("gradient", terms)
         elif node is not None or any(isinstance(each, torch.Tensor) and each.requires_grad for each in terms):
@@ -383,6 +385,11 @@ class PowersOfScale:
         found = [each for each in taken if each is not None and (in_optimizer or each.text != "state")]
         if found:
             self._found = replace(found[0], names=(*found[0].names, *dict.fromkeys(each.name for each in found)))
+
+    def _is_inner_step(self, weight: Any, result: torch.Tensor) -> bool:
+        """Return whether a sum in the graph makes new weights of a parameter, as an inner step of meta-learning does."""
+        is_weight = any(weight is parameter for _, parameter in self._parameters)
+        return is_weight and torch.is_grad_enabled() and storage_key(weight) != storage_key(result)
 
     def _name(self, tensor: Any) -> str:
         """Return the name of a parameter, or of the parameter whose gradient it is; "" if it is neither."""

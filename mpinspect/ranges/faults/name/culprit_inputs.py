@@ -396,6 +396,9 @@ class _Argument(Sentences):
     EXP = (
         "Subtract the largest first (torch.softmax and torch.logsumexp do), bound the argument, or compute it in FP32."
     )
+    LOGARITHMS = (
+        "Compute with logarithms: log(x ** k) is k * log(x), and that of a quotient of powers a difference of these."
+    )
     WITHOUT_AUTOCAST = "with torch.autocast({device_type}, enabled=False):\n    {indented}"
 
 
@@ -443,6 +446,7 @@ class _ArgumentCode(Sentences):
     RECIPROCAL = "y = 1 / x{cast}.clamp_min(1e-6)"
     POWER = "y = x{cast}.clamp_min(1e-6) ** p"
     EXP = "# FP16 ends at exp(11.09),\n# BF16 and FP32 at exp(88.7)\ny = x{cast}.clamp_max(80).exp()"
+    LOGARITHMS = "# in place of log(x ** k)\nlog_y = k * x{cast}.log()"
     ACOS = "end = 1 - 1e-6\ny = x{cast}.clamp(-end, end).acos()"
     ASIN = "end = 1 - 1e-6\ny = x{cast}.clamp(-end, end).asin()"
     ATANH = "end = 1 - 1e-6\ny = x{cast}.clamp(-end, end).atanh()"
@@ -466,6 +470,7 @@ _REMEDIES = {
     "sqrt": (_Argument.AT_AN_EDGE, _ArgumentCode.RSQRT),
     "division": (_Argument.AT_AN_EDGE, _ArgumentCode.DIVISION),
     "1 / x": (_Argument.AT_AN_EDGE, _ArgumentCode.RECIPROCAL),
+    "a power too large": (_Argument.LOGARITHMS, _ArgumentCode.LOGARITHMS),
     "power": (_Argument.AT_AN_EDGE, _ArgumentCode.POWER),
     "exp": (_Argument.EXP, _ArgumentCode.EXP),
     "acos": (_Argument.AT_AN_EDGE, _ArgumentCode.ACOS),

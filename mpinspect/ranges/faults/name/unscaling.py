@@ -399,6 +399,10 @@ class _Mixed(Sentences):
         "In step {step}, in {place}, values that are multiplied by the loss scale of {loss_scale:scale} are added to values "
         "that are not."
     )
+    WEIGHTS = (
+        "In step {step}, in {place}, new weights are made of {parameter!r} and a gradient that is still multiplied by the loss "
+        "scale of {loss_scale:scale}: this inner step is {too_large:factor} times too long."
+    )
     BACKWARD = (
         "In step {step} the backward ({line}) adds a gradient that is not multiplied by the loss scale of {loss_scale:scale} to "
         "one that is: {parameters[0]!r} makes a gradient in its backward, such as torch.ones_like of an auxiliary loss. After "
@@ -420,6 +424,7 @@ class _Mixed(Sentences):
         "Divide such gradients by the loss scale before their values are kept. unscale_() may be called just once between two "
         "updates of the scaler."
     )
+    DIVIDE_INNER = "Divide its gradients by the loss scale, in FP32, or leave the inner loss unscaled."
     DIVIDE = "Divide the gradients by the loss scale before the penalty, and scale the whole loss once."
     SCALE_MADE = (
         "Return the auxiliary loss and add it to the others, or multiply the gradient that is made by the loss scale."
@@ -444,6 +449,7 @@ class _Mixed(Sentences):
         "loss = loss + penalty(gradient)\n"
         "scaler.scale(loss).backward()"
     )
+    INNER = "# before {line}\nscale = scaler.get_scale()\ngradients = [g.float() / scale for g in gradients]"
     SUM = "scaler.scale(loss + other_loss).backward()"
     STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
 
@@ -454,6 +460,7 @@ _VARIANTS = {
     "gradient": (_Mixed.GRADIENT, _Mixed.UNSCALE_FIRST, _Mixed.THEN_ADD),
     "optimizer": (_Mixed.TOO_LARGE, _Mixed.ONCE, _Mixed.STEP),
     "state": (_Mixed.STATE, _Mixed.DIVIDE_FOR_STATE, _Mixed.DIVIDE_BY_HAND),
+    "weights": (_Mixed.WEIGHTS, _Mixed.DIVIDE_INNER, _Mixed.INNER),
     "number": (_Mixed.NUMBER, _Mixed.DIVIDE, _Mixed.PENALTY),
     "backward": (_Mixed.BACKWARD, _Mixed.SCALE_MADE, _Mixed.SUM),
     "function": (_Mixed.FUNCTION, _Mixed.MULTIPLY, _Mixed.TIMES_GIVEN),
