@@ -326,7 +326,15 @@ class InfiniteDivisor(Record, kind="infinite-divisor"):
 
 
 class CastToFP8(Record, kind="cast-to-fp8"):
-    """The first cast to FP8 in a step that was computed twice. ``names``: its operator, line and phase."""
+    """The first cast to FP8 in a step that was computed twice, or a module's first one whose values nothing bounds.
+
+    Its names are the operator, the line and the phase, and its text the format.
+
+    Args:
+        is_bounded: 1 if a clamp bounds the values before, or the cast itself does, so that none becomes infinite or NaN.
+    """
+
+    is_bounded: float = 1.0
 
 
 class ReplacedBeforeStep(Record, kind="replaced-before-step"):

@@ -119,6 +119,13 @@ def divisor_of(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
     return divisor if has_numbers(divisor) else None
 
 
+@cache
+def saturates(dtype: torch.dtype, device: str) -> bool:
+    """Return whether a cast to an FP8 dtype bounds what is beyond its range, as that to E4M3 does in new versions of torch."""
+    beyond = torch.tensor(2 * torch.finfo(dtype).max, device=device)
+    return bool(beyond.to(dtype).float().isfinite())
+
+
 def clamps_for(func: Any, args: tuple[Any, ...]) -> torch.dtype | None:
     """Return the FP8 dtype whose largest number, and its negative, are the bounds of a clamp; None for another operator."""
     if func.overloadpacket not in _CLAMPS or len(args) != 3 or not has_numbers(args[0]):

@@ -45,6 +45,7 @@ from mpinspect.ranges.faults.measure.operands import (
     local_result,
     narrow_storages,
     numbers_of,
+    saturates,
     summands,
 )
 from mpinspect.ranges.faults.measure.origins import Origins
@@ -105,6 +106,8 @@ _LOSING = (LostSum, AbsorbedOperand, AmplifiedError)
 _FEWEST_OF_ONE = 16
 #: The least error of gradients of whose operators the worst is named.
 _OFF = 0.5
+#: Maximum number of casts to FP8 that are recorded.
+_MOST_CASTS = 64
 #: The largest inherited error before a difference whose result is mostly error.
 _UNCANCELLED = 0.05
 #: The least error of a result, and its least ratio to that of the inputs, of an operator that is recorded where the gradients are
@@ -156,6 +159,9 @@ class SecondComputation(Recomputation):
         self._coarse: dict[str, AmplifiedError] = {}
         #: The dtype that FP32 data had before.
         self._widened: Marks[torch.dtype] = Marks()
+        #: The first casts to FP8 by module, phase and format, and the dtypes for whose range a clamp has bounded tensors.
+        self._casts_to_fp8: dict[tuple[str, ...], CastToFP8] = {}
+        self._bounded: Marks[torch.dtype] = Marks()
         #: The operator of the forward that raised an error most times.
         self._raised: AmplifiedError | None = None
 
@@ -255,6 +261,8 @@ class SecondComputation(Recomputation):
         super()._ran(pending, result, results)
 
     def _judge(self, pending: Pending, results: list[torch.Tensor]) -> None:
+        for each in results:
+            self._bounded.put(each, clamps_for(pending.func, pending.given[0]))
         operator, given = pending.func.overloadpacket, pending.given[0]
         if operator in _SCALING and results and is_in_forward():
             self._divided.multiplied(operator.__name__.rstrip("_"), given, pending.old, results[0], pending.frame)
@@ -347,9 +355,12 @@ class SecondComputation(Recomputation):
             self._flushes.made(value, local(), partial(self._record, pending, value))
 
     def _compare_cast(self, pending: Pending, value: torch.Tensor) -> None:
-        """Record that there are casts to FP8, and judge one, also of a backward."""
-        self._found[CastToFP8] = self._found[CastToFP8] or [self._record(pending, value, CastToFP8)]
+        """Record the first cast to FP8 and a module's first one that nothing bounds, and judge each, also of a backward."""
         source = pending.given[0][pending.func.overloadpacket is aten.copy_]
+        is_bounded = self._bounded.of(source) is value.dtype or saturates(value.dtype, value.device.type)
+        if not (self._casts_to_fp8 and is_bounded) and len(self._casts_to_fp8) < _MOST_CASTS:
+            record = self._record(pending, value, CastToFP8, is_bounded=float(is_bounded))
+            self._casts_to_fp8.setdefault((record.name, record.names[2], record.text), record)
         if not (has_numbers(source) and source.shape == value.shape and source.numel()):
             return
         describe = _placing(partial(self._record, pending, value))
@@ -514,12 +525,12 @@ class SecondComputation(Recomputation):
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
         found += [
             *self._flushes.of_gradients,
+            *self._casts_to_fp8.values(),
             *self._flushes.casts.values(),
             *self._flushes.clamps.values(),
             *self._coarse.values(),
         ]
         firsts: tuple[type[Record], ...] = (
-            CastToFP8,
             ChangedIntegers,
             InfiniteDivisor,
             Positions,

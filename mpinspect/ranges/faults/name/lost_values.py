@@ -30,6 +30,7 @@ from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
     BornInfinite,
+    CastToFP8,
     DividedInHalf,
     FlushedResult,
     FrozenBuffer,
@@ -41,6 +42,7 @@ from mpinspect.ranges.records import (
     StuckNumber,
     WeightGrowth,
 )
+from mpinspect.ranges.session import SKIPPED, module_named
 from mpinspect.reporting.sentences import Sentences
 
 #: A larger lost part of a sum counts as harmful even if the gradients are nearly right.
@@ -451,6 +453,35 @@ def _cast_saturates(case: Case) -> Iterator[Found]:
         yield _of_cast(clamp, case, _Saturated.CUT, _Saturated.CURRENT_SCALE, _Flush.SCALED, {})
 
 
+class _Overflows(Sentences):
+    NOT_BOUNDED = (
+        "In step {step} the {phase} of {module} became infinite or NaN from finite values. It casts to {dtype:format} ({line}), "
+        "where magnitudes beyond {end:g} become infinite or NaN, and nothing bounds the values before that cast."
+    )
+    CLAMP = (
+        "Clamp the scaled values to the format's range before the cast, and compute the scale from the tensor itself where its "
+        "magnitudes may rise faster than their history."
+    )
+    CLAMPED = "end = torch.finfo(torch.{type}).max\nx8 = (x.float() * scale).clamp(-end, end)\nx8 = x8.to(torch.{type})"
+
+
+def _cast_overflows(case: Case) -> Iterator[Found]:
+    """A cast to FP8 without a clamp in the module, and the phase, where finite values became infinite or NaN.
+
+    False alarms: That the cast made them is inferred. Whether torch itself bounds a cast to E4M3 depends on its version, and is
+    measured. Steps that a scaler skipped are left out.
+    """
+    unbounded = [each for each in case.recorded(CastToFP8) if not each.is_bounded]
+    event = next((each for each in case.events if each.story != SKIPPED), None)
+    if event is None or event.given:
+        return
+    cast = next((each for each in unbounded if (each.name, each.names[2]) == (event.module, event.phase)), None)
+    if cast is not None:
+        words = {"type": _FP8_TYPES[cast.text], "module": module_named(cast.name), "end": FORMATS[cast.text].max_finite}
+        says = _Overflows.NOT_BOUNDED, _Overflows.CLAMP, _Overflows.CLAMPED
+        yield found_at(cast, *says, {**words, "phase": event.phase}, is_inferred=True, step=event.step)
+
+
 def _flushed_lines(case: Case) -> set[str]:
     return {each.names[1] for each in case.recorded(FlushedResult)} - {""}
 
@@ -735,6 +766,7 @@ FAULTS = (
         is_of_every_step=True,
         checked=TWICE,
     ),
+    Fault("cast-overflows", "error", _cast_overflows, (_Overflows,), ("non-finite-event",), checked=TWICE),
     Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, Gradients), _OF_WRONG_GRADIENTS, checked=TWICE),
     Fault(
         "addition-changes-nothing",
