@@ -21,7 +21,7 @@ from mpinspect.ranges.faults.measure.operands import (
     numbers_of,
 )
 from mpinspect.ranges.faults.measure.origins import Origins
-from mpinspect.ranges.faults.measure.recomputation import Makers
+from mpinspect.ranges.faults.measure.recomputation import Makers, relative_error
 from mpinspect.ranges.faults.measure.twins import NARROW, OF_NARROW, Marks, is_finite
 from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
 from mpinspect.runtime.outputs import leaves
@@ -37,7 +37,7 @@ _MOST_NODES = 256
 _MOST_LINES = 5
 #: Operators that read no values: a backward begins with one of its loss's shape.
 _WITHOUT_VALUES = frozenset({aten.ones_like, aten.zeros_like, aten.empty_like, aten.full_like})
-#: Finite results of infinite operands are right up to this relative error of each element.
+#: Finite results of infinite operands are right up to this relative error.
 _HARMLESS = 0.05
 
 _Describe = Callable[..., Any]
@@ -108,13 +108,19 @@ class Broken:
         self._all_fates.append(fate)
         self._fates.put(result, fate)
 
-    def is_finite(self, result: torch.Tensor, twin: torch.Tensor) -> None:
+    def is_finite(self, result: torch.Tensor, twin: torch.Tensor, operands: Iterable[torch.Tensor]) -> None:
         """Handle a finite result: infinities before it did no harm if it is right nevertheless, as a tanh's is."""
         fate = self._fates.of(result) if self._all_fates else None
         if fate is None:
             return
-        # An element that infinities made zero may be negligible in this result, and not in the next one.
-        if bool(((result - twin).abs() <= _HARMLESS * twin.abs()).all()):
+        # Other elements are off by ordinary rounding.
+        broken = [~each.isfinite() for each in operands if each.shape == result.shape and not is_finite(each)]
+        if broken:
+            where = torch.stack(broken).any(0)
+            is_right = bool(((result - twin).abs() <= _HARMLESS * twin.abs())[where].all())
+        else:
+            is_right = relative_error(result, twin) <= _HARMLESS
+        if is_right:
             fate.is_taken = True
             self._fates.put(result, None)
         elif fate.is_of_graph:

@@ -306,7 +306,7 @@ class SecondComputation(Recomputation):
                 # A mask's infinities hide no error of the other elements.
                 self._origins.passed_on(numbers_of(pending.given[0]), [value])
             return
-        self._broken.is_finite(value, twin)
+        self._broken.is_finite(value, twin, numbers_of(pending.given[0]))
         self._growth.ran(numbers_of(pending.given[0]), value, value, twin, partial(self._raising, pending, value))
         if is_in_forward() and value.dtype is torch.float16 and value.numel():
             largest = float(value.abs().max())

@@ -475,11 +475,18 @@ def _cast_overflows(case: Case) -> Iterator[Found]:
     event = next((each for each in case.events if each.story != SKIPPED), None)
     if event is None or event.given:
         return
-    cast = next((each for each in unbounded if (each.name, each.names[2]) == (event.module, event.phase)), None)
+    # The module of a backward is unknown where its forward computes in FP32 alone.
+    of_phase = [each for each in unbounded if each.names[2] == event.phase and each.name in ("", event.module)]
+    cast = max(of_phase, key=lambda each: each.name, default=None)
     if cast is not None:
-        words = {"type": _FP8_TYPES[cast.text], "module": module_named(cast.name), "end": FORMATS[cast.text].max_finite}
-        says = _Overflows.NOT_BOUNDED, _Overflows.CLAMP, _Overflows.CLAMPED
-        yield found_at(cast, *says, {**words, "phase": event.phase}, is_inferred=True, step=event.step)
+        words = {
+            "type": _FP8_TYPES[cast.text],
+            "module": module_named(event.module),
+            "end": FORMATS[cast.text].max_finite,
+            "phase": event.phase,
+        }
+        says, fix, code = _Overflows.NOT_BOUNDED, _Overflows.CLAMP, _Overflows.CLAMPED
+        yield found_at(cast, says, fix, code, words, layer=event.module, is_inferred=True, step=event.step)
 
 
 def _flushed_lines(case: Case) -> set[str]:
