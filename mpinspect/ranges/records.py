@@ -247,7 +247,13 @@ class Change(Record):
 
 
 class ChangedWhileScaled(Change, kind="changed-while-scaled"):
-    """Gradients that changed between the backward and the scaler's division."""
+    """Gradients that changed between the backward and the scaler's division.
+
+    Args:
+        at_limit: how many of them have the same largest magnitude, as after a clip by value; None in earlier sessions.
+    """
+
+    at_limit: float | None = None
 
 
 class SteppedWhileScaled(Change, kind="stepped-while-scaled"):

@@ -577,6 +577,26 @@ def test_a_result_beyond_fp16_is_found_in_the_graph_of_a_loss_that_the_loop_rais
     assert cause.evidence["operator"] == f"{words} beyond FP16's largest number, 65504"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("base", "exponent", "is_found"), [(20.0, 30.0, True), (20.0, 10.0, False), (math.inf, 2.0, False)]
+)
+def test_a_power_beyond_its_own_format_is_found(
+    base: float, exponent: float, is_found: bool, dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(_half())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for step in range(4):
+            y = model(torch.ones(3, 4)).to(dtype)
+            counts = torch.full((3, 4), exponent if step == 3 else 2.0, dtype=dtype)
+            take_step(optimizer, ((y * (base if step == 3 else 1.0)) ** counts).float().mean())
+    powers = [each for each in inspector.report().findings if "a power too large" in str(each.evidence.get("operator"))]
+    assert [(each.id, each.step) for each in powers] == [("argument-out-of-range", 3)] * is_found
+    if is_found:
+        assert "k * x" in powers[0].code
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_infinite_operands_are_not_taken_for_a_product_beyond_fp16(dtype: torch.dtype) -> None:
     model = nn.Sequential(_half())

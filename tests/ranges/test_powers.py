@@ -498,7 +498,29 @@ def test_squares_that_no_optimizer_takes_are_not_found():
     assert Training().followed(logged_by_hand) == []
 
 
+def _inner_step(training, of_gradients):
+    weights = dict(training.model.named_parameters())
+    x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+    inner = training.scaler.scale(nn.functional.cross_entropy(training.model(x), y))
+    gradients = torch.autograd.grad(inner, tuple(weights.values()), create_graph=True)
+    gradients = map(of_gradients, gradients)
+    adapted = {name: w - 0.01 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+    output = torch.func.functional_call(training.model, adapted, (x,))
+    training.scaler.scale(nn.functional.cross_entropy(output, y)).backward()
+    training.step()
+
+
+def inner_step_undivided(training):
+    _inner_step(training, lambda gradient: gradient)
+
+
+def inner_step_divided(training):
+    scale = training.scaler.get_scale()
+    _inner_step(training, lambda gradient: gradient.float() / scale)
+
+
 FAULTY = {
+    inner_step_undivided: ("weights", {1.0, 0.0}),
     clamped_in_hooks: ("limit", {1.0, 0.0}),
     clamped_in_place_after_the_backward: ("limit", {1.0, 0.0}),
     clamped_within_the_backward: ("limit", {1.0, 0.0}),
@@ -553,6 +575,10 @@ def test_gradients_that_compiled_code_wrote_are_unknown():
         training.step()
 
     assert Training().followed(step) == []
+
+
+def test_an_inner_step_on_divided_gradients_is_right():
+    assert Training().followed(inner_step_divided) == []
 
 
 def test_a_scale_of_one_multiplies_nothing():

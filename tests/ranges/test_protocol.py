@@ -269,6 +269,20 @@ def test_a_run_that_ends_within_a_step_has_not_stopped(numbers, step_last):
     assert "steps-stopped" not in with_backwards(numbers, step_last=step_last)
 
 
+def test_gradients_that_are_asked_for_after_the_last_step_add_up_nothing():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(6):
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for _ in range(30):
+            torch.autograd.grad(model(torch.randn(16, 8)).square().mean(), list(model.parameters()))
+    assert "steps-stopped" not in {finding.id for finding in analyse(inspector.session()).findings}
+
+
 class Pair(nn.Module):
     """Two networks with an optimizer each."""
 
@@ -602,6 +616,22 @@ def test_gradients_that_are_clipped_together_with_unscaled_ones_are_named(unscal
     assert found.evidence["names"] == scaled
     assert 0 < found.evidence["factor"] < 0.01
     assert "optimizer, other_optimizer" in found.code
+
+
+def test_an_average_over_replicas_before_the_division_is_no_clip():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    with Inspector(model, optimizers=optimizer, scalers=scaler) as inspector:
+        for _ in range(4):
+            model.zero_grad()
+            scaler.scale(model(torch.randn(16, 8)).square().mean()).backward()
+            for parameter in model.parameters():
+                parameter.grad.add_(parameter.grad.abs().amax() * torch.randn_like(parameter)).div_(2)
+            scaler.step(optimizer)
+            scaler.update()
+    assert "unscale-missing" not in {finding.id for finding in analyse(inspector.session()).findings}
 
 
 def test_gradients_that_are_all_unscaled_may_be_clipped_together():

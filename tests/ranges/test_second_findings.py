@@ -13,7 +13,9 @@ from mpinspect.ranges.records import (
     AmplifiedError,
     BornInfinite,
     BrokenAlike,
+    BrokenInFP32,
     CalledLines,
+    CastToFP8,
     ChangedBeforeStep,
     ChangedChoices,
     ChangedIntegers,
@@ -21,10 +23,12 @@ from mpinspect.ranges.records import (
     ExaminedBatch,
     ExaminedMask,
     FrozenBuffer,
+    GradientsError,
     LostSum,
     MixedPowers,
     RoundedArgument,
     RoundedBound,
+    Ties,
     WeightGrowth,
 )
 from mpinspect.ranges.session import Event, OptimizerRecord, Precision, Progress, ScalerRecord
@@ -345,6 +349,49 @@ def test_the_place_of_the_first_event_is_named_as_in_the_event(what, module, pla
     assert (finding.step, finding.layer) == (4, module)
     assert finding.message.startswith("In train.py:7, mul overflows FP16 in 2 elements")
     assert finding.message.endswith("It began in step 4; step 7 was computed a second time for these figures, in FP32.")
+
+
+def test_a_logarithm_of_a_softmax_that_rounding_made_zero_is_to_be_a_log_softmax():
+    names = ("log", "train.py:9", "forward", "", "_softmax", "train.py:7", "", "float16")
+    born = BornInfinite(step=1, names=names, text="float16", elements=4, of=8, largest=0)
+    in_fp32 = BrokenInFP32(
+        step=1, names=("_softmax", "train.py:7", "backward"), text="float32", elements=4, largest=1e3
+    )
+    found = findings(born, in_fp32, precision=FP16, events=(broken(1, what="loss"),))
+    assert "torch.log_softmax" in found["input-rounded-away"].code
+    assert (found["input-rounded-away"].evidence["origin_line"], "fp32-too-coarse" in found) == ("train.py:7", False)
+    assert "fp32-too-coarse" in findings(in_fp32, precision=FP16, events=(broken(1, what="loss"),))
+
+
+def test_an_infinity_that_does_harm_explains_gradients_that_are_off():
+    born = BornInfinite(step=1, names=("mul", "train.py:7", "forward"), text="float16", elements=2, of=4, largest=1e5)
+    off = GradientsError(
+        step=1, names=("_to_copy", "train.py:9", "forward"), text="float16", error=1.2, share=0.9, of=4, off=4
+    )
+    found = findings(born, off)
+    assert (found["overflow-in-operator"].severity, "gradients-inaccurate" in found) == ("error", False)
+    harmless = findings(replace(born, is_unused=1.0), off)
+    assert (harmless["overflow-in-operator"].severity, "gradients-inaccurate" in harmless) == ("info", True)
+
+
+@pytest.mark.parametrize("is_bounded", [0.0, 1.0])
+@pytest.mark.parametrize("module", ["head", ""])
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_cast_to_fp8_that_nothing_bounds_is_inferred_where_its_module_broke(phase, module, is_bounded):
+    names = ("_to_copy", "train.py:7", "backward")
+    cast = CastToFP8(step=1, name=module, names=names, text="float8_e5m2", is_bounded=is_bounded)
+    event = Event(4, 0, phase, "head", "weight_gradient", "head.weight", "nan", skipped=False)
+    cause = findings(cast, events=(event,)).get("cast-overflows")
+    assert (cause is not None) == (phase == "backward" and not is_bounded)
+    if cause is not None:
+        assert (cause.severity, cause.certainty, cause.step, cause.layer) == ("error", "inferred", 4, "head")
+        assert "FP8 E5M2 (train.py:7), where magnitudes beyond 57344" in cause.message
+
+
+@pytest.mark.parametrize(("fraction", "severity"), [(0.05, "info"), (0.2, "warning")])
+def test_few_ties_are_information(fraction, severity):
+    ties = Ties(step=1, name="moe", text="bfloat16", fraction=fraction, k=2, scores=64)
+    assert findings(ties)["router-ties"].severity == severity
 
 
 def test_an_overflow_counts_its_elements():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -342,7 +342,9 @@ def _changed(seen: _Step) -> Iterator[Record]:
         return
     yield from _divided_too_often(seen, scaled)
     factors = ratios(given, scaled)
-    yield _change(ChangedWhileScaled, factors, _named(factors))
+    names = _named(factors)
+    at_limit = max(Counter(scaled[name] for name in names).values(), default=0)
+    yield _change(ChangedWhileScaled, factors, names, at_limit=float(at_limit))
     # A gradient that is None at the optimizer's step counts as zero.
     handed = dict.fromkeys(seen.stepping, 0.0) | seen.read("handed")
     # The changes between the last known gradients (after unscaling if there is a scaler) and the optimizer's step.

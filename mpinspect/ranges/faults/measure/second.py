@@ -438,7 +438,8 @@ class SecondComputation(Recomputation):
             return
         if operator in ROUNDING:
             self._choices.rounded(result, given[0], pending.arguments[0][0])
-        if operator not in CHOOSING | DECIDING:
+        if operator not in CHOOSING | DECIDING or self._is_of_fp8(given[0]):
+            # A quantiser rounds on purpose.
             return
         for value, wanted in zip(leaves([result]), leaves([exact]), strict=True):
             if is_integer(value) or value.dtype is torch.bool:
@@ -485,12 +486,16 @@ class SecondComputation(Recomputation):
 
     def _is_error_of_fp8(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> bool:
         """Return whether a difference is that of numbers and the same in FP8, as in a straight-through estimator."""
-        of_fp8 = "".join(self._origins.worst_of(value)[-1:]).startswith("float8")
-        if pending.func.overloadpacket not in DIFFERENCES or not of_fp8:
+        if pending.func.overloadpacket not in DIFFERENCES or not self._is_of_fp8(value):
             return False
         return float(twin.norm()) <= ZERO_BUT_FOR_ROUNDING * max(
             map(float, map(torch.norm, numbers_of(pending.arguments[0])))
         )
+
+    def _is_of_fp8(self, tensor: Any) -> bool:
+        """Return whether a cast to FP8 made most of a tensor's error."""
+        origin = self._origins.worst_of(tensor) if isinstance(tensor, torch.Tensor) else ()
+        return "".join(origin[-1:]).startswith("float8")
 
     def _add(self, pending: Pending, record: Record, off: torch.Tensor) -> None:
         """Add the record of an operator's result; ``off``: its error, whose effect on the loss may become known."""

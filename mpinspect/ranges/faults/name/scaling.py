@@ -493,7 +493,8 @@ def _overflow_recurs(case: Case) -> Iterator[Found]:
     """Overflows that recur although the scaler has not raised its scale, or at equal intervals at scales that held before.
 
     False alarms: An overflow in the first step after a raise is left out, since the scaler probes by it. Gradients that were
-    within a factor of 4 of the overflow in the steps before are left out, too: they grow.
+    within a factor of 4 of the overflow in the steps before are left out, too: they grow. It is an info if the second half of
+    the run has no such step, or if a period ends.
     """
     recurring = _periodic(case) or _without_growth(case)
     if not recurring or _are_near_the_end(recurring):
@@ -519,7 +520,7 @@ def _overflow_recurs(case: Case) -> Iterator[Found]:
         _Recurs.LOOK,
         _Recurs.PRINT,
         layer=recurring[0].module,
-        is_mild=period is not None and not goes_on,
+        is_mild=not goes_on and (period is not None or 2 * steps[-1] < case.progress.steps),
         is_inferred=True,
         step=steps[0],
     )

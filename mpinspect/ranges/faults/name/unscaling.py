@@ -112,8 +112,21 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
 
 
 def _changed(case: Case) -> list[ChangedWhileScaled]:
-    """Return the measured changes of gradients before they were unscaled."""
-    return [each for each in case.recorded(ChangedWhileScaled) if not math.isnan(each.factor)]
+    """Return the measured changes of gradients before they were unscaled, by one factor or to one limit.
+
+    Others may be averages over replicas.
+    """
+    return [
+        each
+        for each in case.recorded(ChangedWhileScaled)
+        if not math.isnan(each.factor)
+        and (
+            each.is_uniform
+            or each.at_limit is None
+            or each.at_limit >= min(2, len(each.names))
+            or any(_are_clipped_together(each, others) for others in case.recorded(ChangedBeforeStep))
+        )
+    ]
 
 
 def _are_clipped_together(scaled: ChangedWhileScaled, unscaled: ChangedBeforeStep) -> bool:
