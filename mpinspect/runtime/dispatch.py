@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from mpinspect.runtime.compiled_graphs import KEEPING
-from mpinspect.runtime.distributed import has_process_group
+from mpinspect.runtime.distributed import data_parallel, world_size
 
 
 def obstacle(models: Collection[torch.nn.Module]) -> str:
@@ -26,9 +26,16 @@ def doubt(models: Collection[torch.nn.Module]) -> str:
 
     FSDP and quantised weights, for example, may put their own tensor types and modes below autograd.
     """
-    if has_process_group():
-        return "the run is distributed"
+    if world_size() > 1 and not _are_replicated(models):
+        return "the run is distributed, and not by DistributedDataParallel alone"
     plain = (torch.Tensor, torch.nn.Parameter, torch.nn.parameter.UninitializedParameter)
     if any(type(parameter) not in plain for model in models for parameter in model.parameters()):
         return "a parameter is a tensor of another class"
     return ""
+
+
+def _are_replicated(models: Collection[torch.nn.Module]) -> bool:
+    """Return whether DistributedDataParallel synchronises all weights that are trained."""
+    replicated = data_parallel()
+    trained = (each for model in models for each in model.parameters() if each.requires_grad)
+    return all(id(each) in replicated for each in trained)

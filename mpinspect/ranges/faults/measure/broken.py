@@ -75,6 +75,8 @@ class Broken:
         #: The operators whose infinities have changed a result of the graph, or were copied into a tensor that persists.
         self._harmful: set[BornInfinite] = set()
         self._alike: list[BrokenAlike] = []
+        #: Whether gradients of other ranks have been added, so that infinities may be theirs.
+        self.is_exchanged = False
         #: The largest argument of the first exponential in FP32 that FP16 can't hold, and its line.
         self._exponent: tuple[float, str] | None = None
 
@@ -143,16 +145,15 @@ class Broken:
             return
         elif bool(of_precision.any()):
             self._add(pending, value, of_precision, 0.0, describe)
-        else:
-            # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take.
-            if bool((broken & (value != -torch.inf)).any()):
-                # An operator that overwrote its input can't show it.
-                is_seen = not pending.func._schema.is_mutable
-                from_finite = is_seen and all(map(is_finite, numbers_of(pending.given[0])))
-                figures = {"elements": float(_breaking(value).sum()), "of": of, "from_finite": from_finite}
-                if is_seen and not from_finite:
-                    figures |= _broken_operand(pending.given[0])
-                self._alike.append(describe(BrokenAlike, **figures))
+        elif not self.is_exchanged and bool((broken & (value != -torch.inf)).any()):
+            # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take. An operator that overwrote its
+            # input can't show it.
+            is_seen = not pending.func._schema.is_mutable
+            from_finite = is_seen and all(map(is_finite, numbers_of(pending.given[0])))
+            figures = {"elements": float(_breaking(value).sum()), "of": of, "from_finite": from_finite}
+            if is_seen and not from_finite:
+                figures |= _broken_operand(pending.given[0])
+            self._alike.append(describe(BrokenAlike, **figures))
 
     def _add(
         self, pending: Pending, value: torch.Tensor, where: torch.Tensor, largest: float, describe: _Describe

@@ -110,6 +110,8 @@ class Recomputation:
         self._makers = Makers()
         #: The errors of weights' gradients that are in no ``.grad``, and the root mean squares of the exact ones.
         self._errors: dict[str, tuple[float, float]] = {}
+        #: The norms of errors and of exact values of gradients that this rank has given to a collective, by bucket.
+        self._exchanged: list[tuple[float, float]] = []
         #: The same of gradients that an optimizer was about to take, and may have changed since.
         self._taken: dict[str, tuple[float, float]] = {}
         #: Why the rest of the step was left out; "" if it was not.
@@ -170,6 +172,8 @@ class Recomputation:
             # A collective that ran twice would wait for other ranks, the user's own operators may have effects, and a
             # tensor that is written but has no twin would be written twice.
             self._forget(mutated)
+            if func.namespace == "c10d" and not self.is_over:
+                self._communicates(list(filter(has_numbers, given)))
             return None
         has_twin = any(self.twin(each) is not None for each in tensors)
         narrow, wide = self._widening.narrow, self._widening.wide
@@ -201,6 +205,18 @@ class Recomputation:
         is_cast = func.overloadpacket in CASTS and all(map(self._twins.is_cast, tensors))
         old = args[0].detach().clone() if self._is_changed(func, dtype) else None
         return Pending(func, twins, exact, before, (args, kwargs), dtype, is_cast, node_of(tensors), old)
+
+    def _communicates(self, tensors: list[torch.Tensor]) -> None:
+        """Handle that a collective is about to write tensors, which its schema does not say: gradients that ranks sum up."""
+        if not is_in_forward():
+            self._exchanged += [self._norms(each) for each in tensors]
+        self._forget(tensors)
+
+    def _norms(self, tensor: torch.Tensor) -> tuple[float, float]:
+        """Return the norms of a tensor's error and of its exact values."""
+        error, size = self._error_and_size(tensor)
+        norm = size * tensor.numel() ** 0.5
+        return error * norm, norm
 
     def _is_chosen(self, func: Any) -> bool:
         """Return whether to run an operator again; the results of others are taken as exact."""
@@ -357,6 +373,9 @@ class Recomputation:
 
     def _all_errors(self) -> dict[str, tuple[float, float]]:
         """Return the relative error of each weight's gradient, and the root mean square of the exact one."""
+        if self._exchanged:
+            # What the weights hold is the sum over the ranks.
+            return {}
         return self._errors | self._errors_of_gradients(self._parameters) | self._taken
 
     def _errors_of_gradients(
@@ -381,8 +400,9 @@ class Recomputation:
         roots = {name: parameter.numel() ** 0.5 for name, parameter in self._parameters}
         # Those of a compiled graph have no name.
         compared = {name: each for name, each in errors.items() if name in roots}
-        size = math.hypot(*(size * roots[name] for name, (_, size) in compared.items()))
-        off = math.hypot(*(error * size * roots[name] for name, (error, size) in compared.items()))
+        norms = [(error * size * roots[name], size * roots[name]) for name, (error, size) in compared.items()]
+        norms = self._exchanged or norms
+        off, size = (math.hypot(*each) for each in zip(*norms, strict=True)) if norms else (0.0, 0.0)
         if not 0 < size < math.inf or not off < math.inf:
             return []
         record: GradientsError | None = None

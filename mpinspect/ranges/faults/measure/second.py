@@ -251,6 +251,10 @@ class SecondComputation(Recomputation):
         if not is_in_forward():
             self._divided.backward_runs()
 
+    def _communicates(self, tensors: list[torch.Tensor]) -> None:
+        super()._communicates(tensors)
+        self._broken.is_exchanged = bool(self._exchanged)
+
     def _ran(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
         if is_cast_to_fp8(pending.func, *pending.given):
             self._compare_cast(pending, result)
@@ -525,6 +529,8 @@ class SecondComputation(Recomputation):
         errors = self._all_errors()
         worst, whose = _worst_of(errors)
         of_all = self._of_all_gradients(errors, self._growth, self._narrow, _OFF)
+        if self._exchanged and of_all:
+            worst = of_all[0].error
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]

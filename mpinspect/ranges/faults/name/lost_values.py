@@ -682,6 +682,7 @@ class _Inaccurate(Sentences):
         "In step {step} the gradients of the weights are mostly rounding error: all together they are off by {off_by} of their "
         "size, and {off:.0f} of {of:.0f} by half of it or more."
     )
+    OF_RANK = "In step {step} this rank's gradients are mostly rounding error: they are off by {off_by} of their size."
     GROWS = "The errors grow most in {place}, in {operator}."
     ORIGIN = "They begin in {origin_place}, where {origin_operator} rounds to {origin_dtype:format}."
     SPREAD = "The errors grow in many layers alike, as those of deep networks with BatchNorm do when a training starts."
@@ -719,11 +720,12 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
         # The operands were right: over the batch their products cancel, as at an optimum.
         return
     off_by = {"off_by": percent_up_to(first.error)}
+    mostly = _Inaccurate.MOSTLY_ERROR.when(first.of) or _Inaccurate.OF_RANK
     if first.share < CONCENTRATED:
-        yield found_at(first, (_Inaccurate.MOSTLY_ERROR, _Inaccurate.SPREAD), (), (), off_by, severity="info", layer="")
+        yield found_at(first, (mostly, _Inaccurate.SPREAD), (), (), off_by, severity="info", layer="")
         return
     origin = origin_of(first)
-    says = (_Inaccurate.MOSTLY_ERROR, _Inaccurate.GROWS, _Inaccurate.ORIGIN.when(origin))
+    says = (mostly, _Inaccurate.GROWS, _Inaccurate.ORIGIN.when(origin))
     fix = Born.FROM_ORIGIN_IN_FP32.when(origin) or _Inaccurate.LINE_IN_FP32
     code = Born.CAST_BOTH.when(origin) or Born.CAST_INPUTS
     words, is_grave = {**off_by}, first.error >= _AS_LARGE

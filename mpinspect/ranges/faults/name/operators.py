@@ -194,6 +194,7 @@ def is_log_of_softmax(record: Placed) -> bool:
 
 class Gradients(Sentences):
     OFF = "With all rounding of the step together, the gradient of {weight!r} is off by {gradient_off}."
+    ALL_OFF = "With all rounding of the step together, this rank's gradients are off by {gradient_off}."
 
 
 def gradients_off(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[Gradients | None, dict[str, object]]:
@@ -203,4 +204,5 @@ def gradients_off(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[G
         "weight": "".join(record.names[3:4]),
         "gradient_off": percent_up_to(record.gradients_error or 0.0),
     }
-    return Gradients.OFF.when(matters), words
+    says = Gradients.OFF.when(words["weight"]) or Gradients.ALL_OFF
+    return says.when(matters), words
