@@ -885,6 +885,32 @@ def test_the_twins_of_fp8_are_those_without_casts(name):
     assert not second.skipped
 
 
+@pytest.mark.parametrize("kind", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}], ids=str)
+def test_gradients_that_ranks_sum_up_are_compared_before(kind, one_rank):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4))
+    x, errors = values(32, 16), []
+    for wrap in (lambda module: module, lambda module: nn.parallel.DistributedDataParallel(module, **kind)):
+        model.zero_grad()
+        wrapped, twice = wrap(model), Twice(model)
+        with twice as second, torch.autocast("cpu", torch.bfloat16):
+            loss = wrapped(x).float().square().mean()
+            # Collectives of the loop's own.
+            torch.distributed.all_reduce(torch.ones(3))
+            loss.backward()
+        (error,) = records(second, GradientsError)
+        errors.append(error)
+    bare, summed = errors
+    assert summed.error == pytest.approx(bare.error, rel=1e-6)
+    assert summed.size == pytest.approx(bare.size, rel=1e-6)
+
+
+def test_a_fake_tensor_passes_through_a_recorded_step():
+    with Twice() as second, torch._subclasses.FakeTensorMode():
+        x = torch.ones(3, 4).detach()
+        assert (x @ x.t()).shape == (3, 3)
+    assert not second.skipped
+
+
 HARMLESS = {
     "a cube before tanh": (lambda x: (x**3).tanh().float().sum(), True),
     "a cube before a clamp": (lambda x: (x**3).clamp(max=1).float().sum(), True),

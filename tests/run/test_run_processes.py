@@ -252,6 +252,58 @@ def test_ranks_share_a_run_directory_and_the_first_reports(tmp_path):
     assert {len(session.ranks) for session in found.values()} == {2}
 
 
+#: A data-parallel network; a product overflows FP16 on one rank.
+OVERFLOWS = """
+import torch
+from torch import distributed, nn
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+    def forward(self, x):
+        gated = self.a(x) * self.b(x)
+        return self.out(gated)
+distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(Gate())
+optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=64.0)
+for step in range(8):
+    x = torch.randn(32, 16)
+    if distributed.get_rank() == 1 and step >= 4:
+        x[0] *= 3000
+    with torch.autocast("cpu", torch.float16):
+        loss = model(x).float().square().mean()
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+distributed.barrier()
+del model  # As in examples/unmodified/ddp.py.
+distributed.destroy_process_group()
+"""
+
+
+def test_an_overflow_on_one_rank_is_named_with_its_line(tmp_path):
+    folder = tmp_path / "work"
+    write(folder, OVERFLOWS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    ended = run(folder, [*torchrun, "-m", "mpinspect", "run", "train.py"], forked=True)
+    assert ended.status == 0, ended.err
+    (directory,) = (folder / "runs").iterdir()
+    (part,) = read_run(directory).parts
+    (found,) = [each for each in part.ranges.findings if each.id == "overflow-in-operator"]
+    line = 1 + OVERFLOWS.splitlines().index("        gated = self.a(x) * self.b(x)")
+    assert (found.severity, found.evidence["operator"], found.evidence["line"]) == ("error", "mul", f"train.py:{line}")
+    assert "That was on rank 1." in found.message
+    # What reaches the other rank's weights is not blamed on its own operators.
+    assert "breaks-in-fp32-too" not in {each.id for each in part.ranges.findings}
+    errors = [
+        each for each in part.ranges.session.measurements if each.what == "second-gradients" and each.text == "float16"
+    ]
+    assert errors
+    assert all(0 < each.figures["error"] < 0.1 for each in errors if each.step < 4)
+
+
 #: A network on each rank; it breaks at the step that the arguments give for its rank, if any.
 BREAKS = """
 import os, sys, torch

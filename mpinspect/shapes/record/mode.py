@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _get_sequence_nr
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpinspect.runtime.emulation.products import is_composite
@@ -97,6 +98,9 @@ class MatmulMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if types and any(issubclass(one, FakeTensor) for one in types):
+            # Its own mode, below this one, has to see the operator; tensors without values are no part of the run.
+            return func(*args, **(kwargs or {}))
         if types and any(one.__torch_dispatch__ is not _PLAIN_TENSOR for one in types):
             # A subclass (nested, sharded, quantised) calls the mode again with its inner operators.
             return NotImplemented
