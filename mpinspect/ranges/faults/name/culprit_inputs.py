@@ -810,7 +810,7 @@ FAULTS = (
         "error",
         _batch_beyond_float16,
         (_Outliers, _LeftOut, _Aftermath),
-        _EVENT,
+        (*_EVENT, "overflow-in-operator"),
         explains_from="warning",
         heading="Input beyond FP16's maximum",
     ),
