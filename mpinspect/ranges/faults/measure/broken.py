@@ -25,6 +25,7 @@ from mpinspect.ranges.faults.measure.recomputation import Makers, relative_error
 from mpinspect.ranges.faults.measure.twins import NARROW, OF_NARROW, Marks, is_finite
 from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
 from mpinspect.runtime.outputs import leaves
+from mpinspect.runtime.storages import has_storage
 from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
@@ -95,15 +96,14 @@ class Broken:
         """
         if not self._all_fates or operator in _WITHOUT_VALUES:
             return
-        fates = [fate for each in operands if isinstance(each, torch.Tensor) and (fate := self._fates.of(each))]
+        fates = [fate for each in filter(_is_stored, operands) if (fate := self._fates.of(each))]
         records = frozenset().union(*(fate.records for fate in fates))
         for fate in fates:
             fate.is_taken = True
         if operator is aten.copy_:
             self._harmful |= records
-        for each in results if records else ():
-            if isinstance(each, torch.Tensor):
-                self._follow(each, records, is_of_graph and not is_decision(each))
+        for each in filter(_is_stored, results) if records else ():
+            self._follow(each, records, is_of_graph and each.is_floating_point())
 
     def _follow(self, result: torch.Tensor, records: frozenset[BornInfinite], is_of_graph: bool) -> None:
         fate = _Fate(records, is_of_graph)
@@ -119,7 +119,7 @@ class Broken:
         broken = [~each.isfinite() for each in operands if each.shape == result.shape and not is_finite(each)]
         if broken:
             where = torch.stack(broken).any(0)
-            is_right = bool(((result - twin).abs() <= _HARMLESS * twin.abs())[where].all())
+            is_right = bool(((result.float() - twin).abs() <= _HARMLESS * twin.abs())[where].all())
         else:
             is_right = relative_error(result, twin) <= _HARMLESS
         if is_right:
@@ -175,8 +175,9 @@ class Broken:
         record: BornInfinite = self._makers.placed(describe(BornInfinite, line, *names, **figures))
         self.born.append(record)
         if is_in_forward():
-            before = self._fates.of(value)
-            records = frozenset([record]) | (before.records if before else frozenset())
+            before = self._fates.of(value) or _Fate(frozenset(), False)
+            before.is_taken = True
+            records = frozenset([record]) | before.records
             self._follow(value, records, pending.node is not None)
 
     def _last_narrow(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
@@ -200,6 +201,10 @@ class Broken:
             *(each for found in (self.born, self._alike) for each in found[:1]),
             *(each for found in (self.born, self._alike) for each in _further(found)),
         ]
+
+
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and has_storage(value)
 
 
 def _breaking(value: torch.Tensor) -> torch.Tensor:

@@ -179,6 +179,45 @@ def wide_copy(value: Any, is_mutated: bool, wide: torch.dtype = torch.float32) -
     return value.to(wide, copy=is_mutated)
 
 
+def _scaled_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_scale: torch.Tensor,
+    right_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    *more: Any,
+    **others: Any,
+) -> torch.Tensor:
+    """Return a product of FP8 operands' twins, with one scale a tensor or row.
+
+    Raises:
+        NotImplementedError: the scales are of blocks, or the result is scaled.
+    """
+    if scale_result is not None:
+        raise NotImplementedError
+    for scale, shape in ((left_scale, (len(left), 1)), (right_scale, (1, right.shape[1]))):
+        if scale.numel() != 1 and scale.shape != shape:
+            raise NotImplementedError
+    product = left @ right * left_scale * right_scale
+    return product if bias is None else product + bias
+
+
+def _scaled_product_v2(
+    left: torch.Tensor, right: torch.Tensor, left_scales: Any, *middle: Any, bias: Any = None, **more: Any
+) -> torch.Tensor:
+    """Return the same for the operator that takes several scales for each operand, of which there is one."""
+    _, _, right_scales, _, _, *given = middle
+    ((left_scale,), (right_scale,)) = left_scales, right_scales
+    return _scaled_product(left, right, left_scale, right_scale, (given or [bias])[0])
+
+
+#: Exact computations of products in FP8, which run in no other dtype.
+SCALED_PRODUCTS: dict[Any, Callable[..., torch.Tensor]] = {aten._scaled_mm.default: _scaled_product}
+if hasattr(aten, "_scaled_mm_v2"):
+    SCALED_PRODUCTS[aten._scaled_mm_v2.default] = _scaled_product_v2
+
+
 def local_result(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
     """Return an operator's first result in its twin's dtype, from its arguments as they are."""
     if pending.exact is None:
@@ -186,7 +225,8 @@ def local_result(pending: Pending, twin: torch.Tensor) -> torch.Tensor:
     args, kwargs = pending.exact
     if not pending.func._schema.is_mutable:
         args, kwargs = mapped(lambda each: wide_copy(each, False, twin.dtype), args, kwargs)
-    return next(each for each in leaves((pending.func(*args, **kwargs),)) if isinstance(each, torch.Tensor))
+    result = SCALED_PRODUCTS.get(pending.func, pending.func)(*args, **kwargs)
+    return next(each for each in leaves((result,)) if isinstance(each, torch.Tensor))
 
 
 def summands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:

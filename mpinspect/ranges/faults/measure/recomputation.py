@@ -25,6 +25,7 @@ from mpinspect.ranges.capture.tally import passed_through
 from mpinspect.ranges.faults.measure.growth import Growth
 from mpinspect.ranges.faults.measure.operands import (
     CASTS,
+    SCALED_PRODUCTS,
     Pending,
     clamps_for,
     has_numbers,
@@ -41,6 +42,7 @@ from mpinspect.ranges.faults.measure.operands import (
 )
 from mpinspect.ranges.faults.measure.twins import (
     FP8,
+    OF_FP32,
     OF_NARROW,
     Twins,
     Widening,
@@ -125,11 +127,13 @@ class Recomputation:
         self.is_over = False
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Compare the gradients before an optimizer may change them."""
-        stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        """Compare the gradients before an optimizer may change them, and take the weights that it leaves as exact."""
+        stepped = {id(each): each for group in optimizer.param_groups for each in group["params"]}
         with _disable_current_modes():
             taken = ((name, each) for name, each in self._parameters if id(each) in stepped)
             self._taken |= self._errors_of_gradients(taken)
+            if not self.is_over:
+                self._forget(list(stepped.values()))
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -252,10 +256,11 @@ class Recomputation:
 
     def _ran(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
         func, name = pending.func, pending.func.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_WITHOUT_RESULT):
-            self._forget(results)
-            return
         try:
+            self._follow(pending, result, results)
+            if torch.Tag.nondeterministic_seeded in func.tags or name.startswith(_WITHOUT_RESULT):
+                self._forget(results)
+                return
             self._judge(pending, results)
             if func.overloadpacket is aten._to_copy and not results:
                 self._compare_integers(pending, result)
@@ -269,12 +274,13 @@ class Recomputation:
 
     def _run_again(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
         args, kwargs = pending.arguments
-        product = _SCALED_PRODUCTS.get(pending.func)
+        product = SCALED_PRODUCTS.get(pending.func)
         if product is not None:
             exact: Any = product(*args, **kwargs)
         else:
             # A wide dtype needs no bounds of FP8.
-            exact = args[0] if clamps_for(pending.func, pending.given[0]) else self._run(pending.func, args, kwargs)
+            is_bound = self._widening is not OF_FP32 and clamps_for(pending.func, pending.given[0])
+            exact = args[0] if is_bound else self._run(pending.func, args, kwargs)
         self._compare_choices(pending, result, exact)
         given = {storage_key(each) for each in leaves(args) if isinstance(each, torch.Tensor)}
         for place, (value, twin) in enumerate(zip(results, _tensors_of(exact), strict=False)):
@@ -301,6 +307,9 @@ class Recomputation:
         return torch.ops.mkldnn._linear_pointwise(left, right.t(), bias, "none", [], "")
 
     # -- what subclasses judge --------------------------------------------------------------------------------------
+
+    def _follow(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
+        """Judge an operator that has run, also one whose result is random or not written yet."""
 
     def _judge(self, pending: Pending, results: list[torch.Tensor]) -> None:
         """Judge an operator that has run, before it runs again."""
@@ -539,41 +548,6 @@ def relative_error(value: torch.Tensor, twin: torch.Tensor) -> float:
         finite = twin.isfinite()
         return ratio(distance(value[finite], twin[finite]), float(twin[finite].norm()))
     return off
-
-
-def _scaled_product(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    left_scale: torch.Tensor,
-    right_scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *more: Any,
-    **others: Any,
-) -> torch.Tensor:
-    """Return a product of FP8 operands' twins, with one scale a tensor or row.
-
-    Raises:
-        NotImplementedError: the scales are of blocks.
-    """
-    for scale, shape in ((left_scale, (len(left), 1)), (right_scale, (1, right.shape[1]))):
-        if scale.numel() != 1 and scale.shape != shape:
-            raise NotImplementedError
-    product = left @ right * left_scale * right_scale
-    return product if bias is None else product + bias
-
-
-def _scaled_product_v2(
-    left: torch.Tensor, right: torch.Tensor, left_scales: Any, *middle: Any, bias: Any = None, **more: Any
-) -> torch.Tensor:
-    """Return the same for the operator that takes several scales for each operand, of which there is one."""
-    _, _, right_scales, _, _, *given = middle
-    ((left_scale,), (right_scale,)) = left_scales, right_scales
-    return _scaled_product(left, right, left_scale, right_scale, (given or [bias])[0])
-
-
-_SCALED_PRODUCTS: dict[Any, Callable[..., torch.Tensor]] = {aten._scaled_mm.default: _scaled_product}
-if hasattr(aten, "_scaled_mm_v2"):
-    _SCALED_PRODUCTS[aten._scaled_mm_v2.default] = _scaled_product_v2
 
 
 def _tensors_of(result: Any) -> list[torch.Tensor]:

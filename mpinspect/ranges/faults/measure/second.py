@@ -51,7 +51,15 @@ from mpinspect.ranges.faults.measure.operands import (
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.recomputation import DECIDING, Recomputation, relative_error
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
-from mpinspect.ranges.faults.measure.twins import NARROW, OF_NARROW, ZERO_BUT_FOR_ROUNDING, Marks, distance, is_finite
+from mpinspect.ranges.faults.measure.twins import (
+    FP8,
+    NARROW,
+    OF_NARROW,
+    ZERO_BUT_FOR_ROUNDING,
+    Marks,
+    distance,
+    is_finite,
+)
 from mpinspect.ranges.records import (
     MOSTLY_ERROR,
     AbsorbedOperand,
@@ -160,7 +168,7 @@ class SecondComputation(Recomputation):
         #: The dtype that FP32 data had before.
         self._widened: Marks[torch.dtype] = Marks()
         #: The first casts to FP8 by module, phase and format, and the dtypes for whose range a clamp has bounded tensors.
-        self._casts_to_fp8: dict[tuple[str, ...], CastToFP8] = {}
+        self._casts_to_fp8: dict[tuple[object, ...], CastToFP8] = {}
         self._bounded: Marks[torch.dtype] = Marks()
         #: The operator of the forward that raised an error most times.
         self._raised: AmplifiedError | None = None
@@ -255,14 +263,13 @@ class SecondComputation(Recomputation):
         super()._communicates(tensors)
         self._broken.is_exchanged = bool(self._exchanged)
 
-    def _ran(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
+    def _follow(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
         if is_cast_to_fp8(pending.func, *pending.given):
             self._compare_cast(pending, result)
         self._kept.ran(pending.func, pending.given[0], results)
         self._read_numbers(pending, result)
         is_of_graph = pending.node is not None or not is_in_forward()
         self._broken.ran(pending.func.overloadpacket, leaves(pending.given[0]), leaves((result,)), is_of_graph)
-        super()._ran(pending, result, results)
 
     def _judge(self, pending: Pending, results: list[torch.Tensor]) -> None:
         for each in results:
@@ -361,21 +368,25 @@ class SecondComputation(Recomputation):
     def _compare_cast(self, pending: Pending, value: torch.Tensor) -> None:
         """Record the first cast to FP8 and a module's first one that nothing bounds, and judge each, also of a backward."""
         source = pending.given[0][pending.func.overloadpacket is aten.copy_]
-        is_bounded = self._bounded.of(source) is value.dtype or saturates(value.dtype, value.device.type)
+        if not has_numbers(value) or source.dtype in FP8:
+            return
+        is_cut = saturates(value.dtype, value.device.type)
+        is_bounded = self._bounded.of(source) is value.dtype or is_cut
         if not (self._casts_to_fp8 and is_bounded) and len(self._casts_to_fp8) < _MOST_CASTS:
             record = self._record(pending, value, CastToFP8, is_bounded=float(is_bounded))
-            self._casts_to_fp8.setdefault((record.name, record.names[2], record.text), record)
+            self._casts_to_fp8.setdefault((record.name, record.names[2], record.text, is_bounded), record)
         if not (has_numbers(source) and source.shape == value.shape and source.numel()):
             return
-        describe = _placing(partial(self._record, pending, value))
+        describe = self._placing(partial(self._record, pending, value))
         self._flushes.cast(value, source, describe)
-        self._flushes.clamped(source, torch.finfo(value.dtype).max, describe)
+        if is_cut:
+            self._flushes.clamped(source, torch.finfo(value.dtype).max, describe)
 
     def _compare_clamp(self, func: Any, args: tuple[Any, ...], fp8: torch.dtype) -> None:
         """Judge a clamp to the range of FP8, also of a backward."""
         pending = Pending(func, (args, {}), None, None, (args, {}), fp8, False, None, None, sys._getframe())
         describe = partial(self._record, pending, None, text=passed_through(fp8))
-        self._flushes.clamped(args[0], args[2], _placing(describe))
+        self._flushes.clamped(args[0], args[2], self._placing(describe))
 
     def _compare_kept(
         self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
@@ -489,12 +500,13 @@ class SecondComputation(Recomputation):
         return 0.0 if twin is None else distance(tensor, twin)
 
     def _is_error_of_fp8(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> bool:
-        """Return whether a difference is that of numbers and the same in FP8, as in a straight-through estimator."""
-        if pending.func.overloadpacket not in DIFFERENCES or not self._is_of_fp8(value):
+        """Return whether a difference, or a loss, is that of numbers and the same in FP8, as in a straight-through estimator."""
+        is_loss = pending.func.overloadpacket in _LOSSES
+        if not (is_loss or pending.func.overloadpacket in DIFFERENCES) or not self._is_of_fp8(value):
             return False
-        return float(twin.norm()) <= ZERO_BUT_FOR_ROUNDING * max(
-            map(float, map(torch.norm, numbers_of(pending.arguments[0])))
-        )
+        operands = numbers_of(pending.arguments[0])
+        difference = distance(*operands[:2]) if is_loss else float(twin.norm())
+        return difference <= ZERO_BUT_FOR_ROUNDING * max(map(float, map(torch.norm, operands)))
 
     def _is_of_fp8(self, tensor: Any) -> bool:
         """Return whether a cast to FP8 made most of a tensor's error."""
@@ -511,10 +523,18 @@ class SecondComputation(Recomputation):
         operands = numbers_of(pending.given[0]) if is_in_forward() else []
         origin = next(filter(None, map(self._origins.worst_of, operands)), ())
         record: GradientsError = self._record(pending, value, GradientsError, "", *origin)
-        is_python = isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
-        placed: GradientsError = _at_its_line(record) if is_python else self._makers.placed(record)
+        placed: GradientsError = self._placed(record)
         is_narrow = value.dtype in OF_NARROW.narrow
         return placed if is_narrow else replace(placed, text=passed_through(self._narrow))
+
+    def _placed(self, record: Any) -> Any:
+        """Return a record of a backward with its line: that of a function whose backward is Python code, or the forward's."""
+        is_python = isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+        return _at_its_line(record) if is_python else self._makers.placed(record)
+
+    def _placing(self, describe: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that makes a record as another one does, at its line."""
+        return lambda kind, **figures: self._placed(describe(kind, **figures))
 
     def takes(self, gradients: Iterable[Any]) -> None:
         """Search the gradients that an optimizer takes for zeros that FP16 has made outside of a backward."""
@@ -595,11 +615,6 @@ def _worst_of(errors: dict[str, tuple[float, float]]) -> tuple[float | None, str
     large = {name: error for name, (error, size) in errors.items() if size >= least}
     whose = max(large, key=lambda name: large[name])
     return large[whose], whose
-
-
-def _placing(describe: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes a record as another one does, at its line."""
-    return lambda kind, **figures: _at_its_line(describe(kind, **figures))
 
 
 def _at_its_line(record: Any) -> Any:

@@ -356,7 +356,7 @@ def _power(node: Any, name: str) -> _Found:
     base, exponent = node._saved_self, node._saved_exponent
     if isinstance(exponent, torch.Tensor):
         is_given = base.isfinite() & exponent.isfinite() & (base != 0)
-        return _argument("a power", "too large for its result", node._saved_result.isinf() & is_given)
+        return _argument("a power of numbers", "too large for its result", node._saved_result.isinf() & is_given)
     if exponent > 1:
         return _difference(node, name)
     operator = f"a power of {exponent:g}"

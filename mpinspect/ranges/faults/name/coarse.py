@@ -84,7 +84,7 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
     in_backward = {event.step for event in case.events}
     of_softmax = {each.names[5] for each in case.recorded(BornInfinite) if is_log_of_softmax(each)}
     for broken in case.recorded(BrokenInFP32):
-        if broken.names[1] in of_softmax:
+        if not of_softmax.isdisjoint((broken.names[1], *broken.names[5:6])):
             # log_softmax is finite in FP32.
             continue
         if case.progress.steps and broken.step not in (broke if broken.names[2] == "forward" else broke | in_backward):

@@ -42,8 +42,8 @@ from mpinspect.reporting.words import bracketed, filled, number_of
 
 #: The largest share of the run's steps that are rare.
 _RARE = 0.02
-#: The id of the finding that follows from a forward or a loss that was not finite.
-_EVENT = ("non-finite-event",)
+#: The ids of findings that follow from a forward or a loss that was not finite.
+_EVENT = ("non-finite-event", "cast-overflows")
 
 
 class _Aftermath(Sentences):
@@ -470,7 +470,7 @@ _REMEDIES = {
     "sqrt": (_Argument.AT_AN_EDGE, _ArgumentCode.RSQRT),
     "division": (_Argument.AT_AN_EDGE, _ArgumentCode.DIVISION),
     "1 / x": (_Argument.AT_AN_EDGE, _ArgumentCode.RECIPROCAL),
-    "a power too large": (_Argument.LOGARITHMS, _ArgumentCode.LOGARITHMS),
+    "a power of numbers too large": (_Argument.LOGARITHMS, _ArgumentCode.LOGARITHMS),
     "power": (_Argument.AT_AN_EDGE, _ArgumentCode.POWER),
     "exp": (_Argument.EXP, _ArgumentCode.EXP),
     "acos": (_Argument.AT_AN_EDGE, _ArgumentCode.ACOS),
@@ -712,7 +712,8 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
     # In a saturating model all values stay finite, and the loss grows.
     loss_ratio = max((each.loss_ratio or 0.0 for each in grown), default=0.0)
     first = min(grown, key=lambda each: each.step, default=None)
-    at_once = [each for each in grown if first is not None and each.step == first.step]
+    # One weight may be recorded twice, the second time with the growth of the loss.
+    at_once = list({each.name: each for each in grown if first is not None and each.step == first.step}.values())
     moved = max((_moved(each) for each in at_once), default=0.0)
     of_adam = [optimizer for optimizer in case.precision.optimizers if "beta2" in optimizer.settings]
     is_far = moved >= _LARGEST_UPDATE and bool(of_adam)

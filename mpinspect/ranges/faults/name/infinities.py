@@ -398,7 +398,7 @@ def _divisor_infinite(case: Case) -> Iterator[Found]:
 
 
 #: The findings that an infinity of the precision explains.
-_OF_BORN = ("non-finite-event", "argument-out-of-range")
+_OF_BORN = ("non-finite-event", "cast-overflows", "argument-out-of-range")
 
 
 class _Bound(Sentences):

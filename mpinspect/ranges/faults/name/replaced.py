@@ -99,7 +99,7 @@ class _AfterCheck(Sentences):
     )
     HELD_IN_STATE = (
         "In step {before} {weights:some 3} became infinite or NaN. All gradients were finite {when}, and {optimizer}'s {held}, a "
-        "mean of the gradients that it got, is not: the loop's own code wrote infinities or NaNs into them in between."
+        "{mean} of the gradients that it got, is not: the loop's own code wrote infinities or NaNs into them in between."
     )
     BEFORE_UNSCALING = (
         "Run code that writes into gradients, such as an average over replicas or an all-reduce, before scaler.unscale_(): there "
@@ -128,6 +128,7 @@ def _broken_after_check(case: Case) -> Iterator[Found]:
             "weights": list(weights.names),
             "optimizer": state.names[0],
             "held": state.names[1],
+            "mean": "sum" if state.names[0] == "SGD" else "mean",
             "when": when,
         }
         more: dict[str, Any] = {"is_inferred": True, "step": state.step - 1}
@@ -145,7 +146,13 @@ def _mean_of_broken(case: Case) -> BrokenState | None:
     """Return an optimizer's mean of gradients that is infinite or NaN, so that gradients were; None if that is not known."""
     if _broken_in_step(case) is None:
         return None
-    states = (each for each in case.recorded(BrokenState) if each.names[0] in _MEAN_OF and each.text == FLOAT32.name)
+    # Broken weights enter the mean, too, where their decay is added to the gradients.
+    decaying = {each.type for each in case.precision.optimizers if each.settings.get("weight_decay")} - {"AdamW"}
+    states = (
+        each
+        for each in case.recorded(BrokenState)
+        if each.names[0] in _MEAN_OF.keys() - decaying and each.text == FLOAT32.name
+    )
     return next((each for each in states if each.broken and each.names[1] == _MEAN_OF[each.names[0]]), None)
 
 
