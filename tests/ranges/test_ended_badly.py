@@ -591,7 +591,11 @@ def test_a_power_beyond_its_own_format_is_found(
             y = model(torch.ones(3, 4)).to(dtype)
             counts = torch.full((3, 4), exponent if step == 3 else 2.0, dtype=dtype)
             take_step(optimizer, ((y * (base if step == 3 else 1.0)) ** counts).float().mean())
-    powers = [each for each in inspector.report().findings if "a power of numbers too large" in str(each.evidence.get("operator"))]
+    powers = [
+        each
+        for each in inspector.report().findings
+        if "a power of numbers too large" in str(each.evidence.get("operator"))
+    ]
     assert [(each.id, each.step) for each in powers] == [("argument-out-of-range", 3)] * is_found
     if is_found:
         assert "k * x" in powers[0].code

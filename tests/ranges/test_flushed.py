@@ -393,7 +393,9 @@ def test_the_gradient_of_a_cast_in_the_forward_is_cast_to_fp8_too():
 
     found = cast(head=Rounded)["operator-flushes"]
     assert "in the backward of " in found.message
-    assert found.evidence["line"] == ""
+    # The line of the forward whose gradient it is.
+    assert f"in the backward of '2' (Rounded, {found.evidence['line']}), a cast to FP8" in found.message
+    assert found.evidence["line"].startswith("test_flushed.py:")
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,27 @@ def test_gradients_that_an_optimizer_edits_are_compared_as_it_takes_them():
     assert 0 < error < 1e-6
 
 
+def test_weights_that_an_optimizer_has_stepped_are_exact():
+    """A clamp gives the weights twins: its bound is no FP32 number. Several updates follow in one recorded step."""
+    torch.manual_seed(0)
+    model, critic = nn.Linear(8, 4), nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizers = [torch.optim.RMSprop(each.parameters(), 1e-2) for each in (model, critic)]
+    with mpinspect.Inspector(model, second=[1]) as inspector:
+        for _ in range(2):
+            for _ in range(8):
+                optimizers[1].zero_grad()
+                (critic(model(torch.randn(16, 8)).detach()).mean() - critic(torch.randn(16, 4)).mean()).backward()
+                optimizers[1].step()
+                with torch.no_grad():
+                    for weight in critic.parameters():
+                        weight.clamp_(-0.05, 0.05)
+            optimizers[0].zero_grad()
+            critic(model(torch.randn(16, 8))).mean().backward()
+            optimizers[0].step()
+    errors = [each.figures["error"] for each in inspector.session().measurements if each.what == "second-gradients"]
+    assert 0 < max(errors) < 1e-5
+
+
 def test_an_infinity_that_does_no_harm_is_not_reported():
     """A monitor under no_grad, whose exponential FP32 does not hold."""
     torch.manual_seed(0)

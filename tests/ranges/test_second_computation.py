@@ -827,7 +827,7 @@ class Product(torch.autograd.Function):
     """A product of two FP8 operands, with one scale for a tensor or a row; its gradients are those of the exact operands."""
 
     @staticmethod
-    def forward(ctx, x, weight, dim, is_v2=False):
+    def forward(ctx, x, weight, dim, is_v2=False, dtype=torch.bfloat16):
         ctx.save_for_backward(x, weight)
         scales = [_scale(each, torch.float8_e4m3fn, dim) for each in (x, weight)]
         left, right = ((each * scale).to(torch.float8_e4m3fn) for each, scale in zip((x, weight), scales, strict=True))
@@ -837,13 +837,13 @@ class Product(torch.autograd.Function):
             kinds = (F.ScalingType.TensorWise, F.ScalingType.RowWise)[dim is not None]
             given = inverse[0], kinds, right_inverse, kinds
             return F.scaled_mm(left, right.t(), *given, output_dtype=torch.bfloat16)
-        return torch._scaled_mm(left, right.t(), inverse[0], right_inverse, out_dtype=torch.bfloat16)
+        return torch._scaled_mm(left, right.t(), inverse[0], right_inverse, out_dtype=dtype)
 
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         gradient = gradient.float()
-        return gradient @ weight, gradient.t() @ x, None, None
+        return gradient @ weight, gradient.t() @ x, None, None, None, None
 
 
 IN_FP8 = {
@@ -854,6 +854,7 @@ IN_FP8 = {
         (400 * x).clamp(-448, 448).to(torch.float8_e4m3fn).float() @ weight.t() / 400
     ),
     "an FP8 product": lambda x, weight: Product.apply(x, weight, None).float(),
+    "an FP8 product in FP16": lambda x, weight: Product.apply(x, weight, None, False, torch.float16).float(),
     "an FP8 product with scales of rows": lambda x, weight: Product.apply(x, weight, 1).float(),
 }
 if hasattr(F, "scaled_mm"):
@@ -883,6 +884,41 @@ def test_the_twins_of_fp8_are_those_without_casts(name):
     # The difference of a number and the same in FP8 is meant to be an error.
     assert not any(isinstance(each, AmplifiedError) for each in found)
     assert not second.skipped
+
+
+def _cached_in_fp8(x):
+    cache = torch.zeros(2, *x.shape, dtype=torch.float8_e4m3fn)
+    cache[0].copy_(x.detach().to(torch.float8_e4m3fn))
+    return x + cache.clone()[0].float()
+
+
+def _with_sparse_infinities(x):
+    assert (1e5 * x.detach().half()).to_sparse().values().isinf().any()
+    return in_e4m3(x)
+
+
+def _with_a_mask_in_fp8(x):
+    masked = torch.where(x > 0, x.half(), -torch.inf).clamp(-448, 448)
+    return in_e4m3(x) + masked.to(torch.float8_e4m3fn).float() / 448
+
+
+def _with_meta_casts(x):
+    assert x.detach().to("meta").to(torch.float8_e5m2).is_meta
+    return in_e4m3(x)
+
+
+@pytest.mark.parametrize(
+    "through",
+    [_cached_in_fp8, _with_sparse_infinities, _with_a_mask_in_fp8, _with_meta_casts],
+    ids=lambda f: f.__name__,
+)
+def test_tensors_without_values_to_compare_cost_no_other_operator_its_twin(through):
+    model = nn.Linear(16, 4)
+    with Twice(model) as second:
+        loss = model(through(values(32, 16))).square().mean()
+        loss.backward()
+    assert not second.skipped
+    assert any(isinstance(each, GradientsError) for each in second.records())
 
 
 @pytest.mark.parametrize("kind", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.001}], ids=str)

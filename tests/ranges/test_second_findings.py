@@ -14,6 +14,8 @@ from mpinspect.ranges.records import (
     BornInfinite,
     BrokenAlike,
     BrokenInFP32,
+    BrokenState,
+    BrokenWeights,
     CalledLines,
     CastToFP8,
     ChangedBeforeStep,
@@ -361,6 +363,10 @@ def test_a_logarithm_of_a_softmax_that_rounding_made_zero_is_to_be_a_log_softmax
     assert "torch.log_softmax" in found["input-rounded-away"].code
     assert (found["input-rounded-away"].evidence["origin_line"], "fp32-too-coarse" in found) == ("train.py:7", False)
     assert "fp32-too-coarse" in findings(in_fp32, precision=FP16, events=(broken(1, what="loss"),))
+    # Where the logarithm's line breaks, the softmax is the origin.
+    from_softmax = replace(in_fp32, names=("log", "train.py:9", "backward", "", *names[4:]))
+    found = findings(born, from_softmax, precision=FP16, events=(broken(1, what="loss"),))
+    assert "fp32-too-coarse" not in found
 
 
 def test_an_infinity_that_does_harm_explains_gradients_that_are_off():
@@ -386,6 +392,45 @@ def test_a_cast_to_fp8_that_nothing_bounds_is_inferred_where_its_module_broke(ph
     if cause is not None:
         assert (cause.severity, cause.certainty, cause.step, cause.layer) == ("error", "inferred", 4, "head")
         assert "FP8 E5M2 (train.py:7), where magnitudes beyond 57344" in cause.message
+
+
+@pytest.mark.parametrize("error", [0.6, 1.2])
+@pytest.mark.parametrize("dtype", ["float8_e4m3", "bfloat16"])
+def test_gradients_that_fp8_spoils_in_many_layers_are_the_fault_of_its_cast(dtype, error):
+    origin = ("_to_copy", "train.py:5", "blocks.0", dtype)
+    names = ("_softmax", "train.py:9", "forward", "", *origin)
+    off = GradientsError(name="head", step=1, names=names, text=dtype, error=error, share=0.2, of=4, off=4)
+    found = findings(off)["gradients-inaccurate"]
+    assert found.severity == ("error" if dtype.startswith("float8") and error > 1 else "info")
+    if found.severity == "error":
+        assert "They begin in 'blocks.0' (train.py:5), where a cast rounds to FP8 E4M3." in found.message
+
+
+@pytest.mark.parametrize(("error", "severity"), [(0.4, "info"), (1.2, "warning")])
+def test_a_difference_that_is_the_noise_of_fp8_is_a_warning_where_it_is_as_large_as_the_gradients(error, severity):
+    difference = AmplifiedError(step=1, names=PLACE, text="float32", before=0.04, after=0.9, gradients_error=0.9)
+    off = GradientsError(step=1, names=("", "", ""), text="float8_e4m3", error=error, of=4)
+    assert findings(difference, off)["result-is-rounding-error"].severity == severity
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "decay", "is_told"), [("Adam", 0, True), ("Adam", 0.1, False), ("AdamW", 0.1, True)]
+)
+def test_a_mean_of_gradients_tells_of_them_unless_it_holds_the_weights_decay(optimizer, decay, is_told):
+    precision = Precision(
+        {"float32": 10}, optimizers=(OptimizerRecord(optimizer, {"weight_decay": decay}, {"float32": 2}, {}),)
+    )
+    weights = BrokenWeights(name="w", step=4, names=("w",), of=1)
+    state = BrokenState(name="w", step=4, names=(optimizer, "exp_avg"), text="float32", broken=1, of=4)
+    found = findings(weights, state, precision=precision)
+    assert ("gradients-broken-after-check" in found) == is_told
+
+
+def test_a_weight_whose_growth_is_recorded_again_with_the_losss_is_named_once():
+    grown = WeightGrowth(name="w", step=8, ratio=17.0, began=100.0, elements=10_000, lr=0.003, initial_lr=0.003)
+    message = findings(grown, replace(grown, loss_ratio=1e6))["weights-exploded"].message
+    assert message.count("'w'") == 1
+    assert "The loss had grown to 1e+06 times" in message
 
 
 @pytest.mark.parametrize(("fraction", "severity"), [(0.05, "info"), (0.2, "warning")])

@@ -49,6 +49,7 @@ from mpinspect.ranges.faults.measure.twins import (
     distance,
     have_one_layout,
     is_equal,
+    is_finite,
 )
 from mpinspect.ranges.records import GradientsError, Record
 from mpinspect.reporting.words import filled, number_of
@@ -278,9 +279,8 @@ class Recomputation:
         if product is not None:
             exact: Any = product(*args, **kwargs)
         else:
-            # A wide dtype needs no bounds of FP8.
-            is_bound = self._widening is not OF_FP32 and clamps_for(pending.func, pending.given[0])
-            exact = args[0] if is_bound else self._run(pending.func, args, kwargs)
+            bounds = self._widening is not OF_FP32 and clamps_for(pending.func, pending.given[0])
+            exact = self._unbounded(pending) if bounds else self._run(pending.func, args, kwargs)
         self._compare_choices(pending, result, exact)
         given = {storage_key(each) for each in leaves(args) if isinstance(each, torch.Tensor)}
         for place, (value, twin) in enumerate(zip(results, _tensors_of(exact), strict=False)):
@@ -294,6 +294,15 @@ class Recomputation:
                     self._passed_on([value], results[1:])
                 self._keep(value, twin, pending.is_cast, is_ours=storage_key(twin) not in given)
                 given.add(storage_key(twin))
+
+    def _unbounded(self, pending: Pending) -> torch.Tensor:
+        """Return the twin of a clamp to FP8's range, which a wide dtype does not need, but for infinities."""
+        args, kwargs = pending.arguments
+        twin: torch.Tensor = args[0]
+        if is_finite(twin):
+            return twin
+        finite = twin.isfinite()
+        return torch.where(finite, twin.clone(), self._run(pending.func, args, kwargs))
 
     def _is_unique(self, func: Any, place: int, result: Any, exact: Any) -> bool:
         """Return whether exact arithmetic determines an operator's result at this place."""
