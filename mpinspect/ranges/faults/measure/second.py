@@ -456,6 +456,9 @@ class SecondComputation(Recomputation):
         if operator not in CHOOSING | DECIDING or self._is_of_fp8(given[0]):
             # A quantiser rounds on purpose.
             return
+        if operator in DECIDING and not all(map(is_finite, numbers_of(given))):
+            # Code that looks for infinities is to find them.
+            return
         for value, wanted in zip(leaves([result]), leaves([exact]), strict=True):
             if is_integer(value) or value.dtype is torch.bool:
                 dim = (*given, None)[1] if operator in BEST else None
