@@ -100,6 +100,47 @@ class Kept:
         weights = [each.to(self.dtype) for each in self.model.parameters()]
         torch._foreach_lerp_(list(self.average.parameters()), weights, 0.002)
 
+    @torch.no_grad()
+    def in_fp32_and_back(self, loss, decay=0.998):
+        for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            mine.copy_(mine.float().mul_(decay).add_(its, alpha=1 - decay))
+
+    @torch.no_grad()
+    def replaced_from_fp32(self, loss, decay=0.998):
+        for name, value in self.model.state_dict().items():
+            self.shadow[name] = torch.lerp(self.shadow[name].float(), value, 1 - decay).to(self.dtype)
+
+    def fast_in_fp32(self, loss):
+        self.in_fp32_and_back(loss, decay=0.5)
+
+    def rescaled(self, loss):
+        for name, value in self.shadow.items():
+            self.shadow[name] = (value.float() * 3 / 3).to(self.dtype)
+
+    def with_an_adapter_within_the_step(self, loss):
+        self.seen = [(value.float() + 1e-6).to(self.dtype) * 2 for value in self.shadow.values()]
+
+    @torch.no_grad()
+    def compensated_in_fp32(self, loss, decay=0.995):
+        for mine, its, lost in zip(self.average.parameters(), self.model.parameters(), self.lost, strict=True):
+            exact = mine.float() + lost.float() + (1 - decay) * (its - mine.float())
+            mine.copy_(exact)
+            lost.copy_(exact - mine.float())
+
+    @torch.no_grad()
+    def rounded_at_random_in_place(self, loss, decay=0.995):
+        for mine, its in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            exact = mine.float().mul_(decay).add_(its, alpha=1 - decay)
+            bits = exact.view(torch.int32)
+            bits.add_(torch.randint(0, 1 << 16, exact.shape, dtype=torch.int32)).bitwise_and_(-65536)
+            mine.copy_(exact)
+
+    @torch.no_grad()
+    def from_masters(self, loss):
+        self.masters = getattr(self, "masters", None) or [each.float() for each in self.average.parameters()]
+        for mine, its, master in zip(self.average.parameters(), self.model.parameters(), self.masters, strict=True):
+            mine.copy_(master.lerp_(its, 0.002))
+
     def fast(self, loss):
         self.multiplied(loss, decay=0.5)
 
@@ -171,6 +212,17 @@ def test_an_average_that_its_updates_do_not_change_is_named_with_its_line(after)
     assert ".float()" in finding.code
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("after", ["in_fp32_and_back", "replaced_from_fp32"])
+def test_an_average_whose_change_in_fp32_is_lost_in_the_cast_back_is_named(after, dtype):
+    finding = findings(after, dtype, steps=7)["buffer-stops-changing"]
+    assert (finding.severity, finding.step, finding.certainty) == ("warning", 1, "measured")
+    assert finding.evidence["line"].startswith("test_kept_sums.py:")
+    assert finding.evidence["unchanged"] > 0.5
+    assert "new values that are stored leave" in finding.message
+    assert finding.fix.startswith("Keep this tensor in FP32: ")
+
+
 @pytest.mark.parametrize("after", ["in_small_steps", "divided", "replaced", "copied"])
 def test_an_average_whose_operators_together_round_its_change_away_is_named(after):
     finding = findings(after, steps=7)["buffer-stops-changing"]
@@ -228,6 +280,14 @@ def test_a_sum_stops_where_it_is_said_to():
         ("summed_for_20_steps", BF16),
         ("summed_within_the_step", BF16),
         ("weights_by_hand", BF16),
+        ("in_fp32_and_back", torch.float32),
+        ("fast_in_fp32", BF16),
+        ("rescaled", BF16),
+        ("rescaled", torch.float8_e4m3fn),
+        ("with_an_adapter_within_the_step", BF16),
+        ("compensated_in_fp32", BF16),
+        ("rounded_at_random_in_place", BF16),
+        ("from_masters", BF16),
     ],
 )
 def test_sums_that_lose_nothing_that_matters_are_not_reported(after, dtype):

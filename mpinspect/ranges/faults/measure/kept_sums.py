@@ -104,6 +104,8 @@ class KeptSums:
         self._moved: set[int] = set()
         #: Changes that left a tensor as it was, by line and storage.
         self._frozen: defaultdict[str, dict[int, FrozenBuffer]] = defaultdict(dict)
+        #: The tensors in FP32 that were copied into tensors which stayed as they were, by line.
+        self._sources: defaultdict[str, list[StorageReference]] = defaultdict(list)
         #: Changes whose result, a new tensor, equals the old one, by the new tensor's storage.
         self._replacing: dict[int, _Frozen] = {}
         self._growing: list[tuple[StorageReference, GrowingSum]] = []
@@ -192,12 +194,34 @@ class KeptSums:
         if key in self._followers:
             return
         if record := self._unchanged(value, before, change, key, describe):
-            known = self._frozen[record.names[1]].get(key)
-            # If a line has several operators, such as `mul_` and `add_`, the last one decides.
-            times = known.times if known and known.names == record.names else 0
-            self._frozen[record.names[1]][key] = replace(record, times=times + 1)
+            self._freeze(key, record)
         elif key not in self._weighed:
             self.added(value, before, change, describe)
+
+    def _freeze(self, key: int, record: FrozenBuffer) -> None:
+        known = self._frozen[record.names[1]].get(key)
+        # If a line has several operators, such as `mul_` and `add_`, the last one decides.
+        times = known.times if known and known.names == record.names else 0
+        self._frozen[record.names[1]][key] = replace(record, times=times + 1)
+
+    def cast_back(self, value: torch.Tensor, kept: torch.Tensor, change: torch.Tensor, describe: _Describe) -> None:
+        """Judge a new tensor that may replace a kept one, from which it was computed in FP32. Waits for the device.
+
+        Args:
+            change: the exact change in FP32.
+        """
+        if record := self._unchanged(value, kept.float(), change, storage_key(kept), describe):
+            self._replacing[storage_key(value)] = _Frozen(record, StorageReference(kept), StorageReference(value))
+
+    def copied_back(self, source: torch.Tensor, kept: torch.Tensor, change: torch.Tensor, describe: _Describe) -> None:
+        """Judge values in FP32 that are about to be copied into a kept tensor; ``change`` as of ``cast_back``."""
+        if record := self._unchanged(source.to(kept.dtype), kept.float(), change, storage_key(kept), describe):
+            self._freeze(storage_key(kept), record)
+            self._sources[record.names[1]].append(StorageReference(source))
+
+    def compensates(self, kept: torch.Tensor) -> None:
+        """Remember that the script computes the rounding errors of a tensor's changes."""
+        self._compensated.add(storage_key(kept))
 
     def replaced(
         self, value: torch.Tensor, kept: torch.Tensor, local: Callable[[], torch.Tensor], describe: _Describe
@@ -265,9 +289,9 @@ class KeptSums:
             factor = factor_of(operator.__name__.rstrip("_"), other)
             if factor is None or not 0 < factor < 1:
                 return
-            if old is not None and _follows(1 - factor, value.dtype, _HARMLESS):
+            if old is not None and follows(1 - factor, value.dtype, _HARMLESS):
                 self._followers.add(storage_key(value))
-            if not _follows(1 - factor, value.dtype) and kept.shape == value.shape and kept.dtype == value.dtype:
+            if not follows(1 - factor, value.dtype) and kept.shape == value.shape and kept.dtype == value.dtype:
                 before = kept.detach().clone() if old is None else old
                 self._nets[storage_key(value)] = _Net(StorageReference(kept), StorageReference(value), before)
 
@@ -305,6 +329,10 @@ class KeptSums:
             # By the step's end a temporary result has been freed; a constant still exists.
             if each.kept.expired() and not each.new.expired():
                 self._frozen[each.record.names[1]][each.kept.key] = each.record
+        for line, sources in self._sources.items():
+            # Where FP32 copies live on, as masters do, nothing is lost.
+            if not any(each.expired() for each in sources):
+                self._frozen.pop(line, None)
         # Several tensors are frozen at one line, and a buffer at each line that changes it.
         left = ([one for key, one in each.items() if key not in self._compensated] for each in self._frozen.values())
         frozen = (each for each in left if each)
@@ -318,10 +346,10 @@ class KeptSums:
 
 def arrives(operator: Any, args: tuple[Any, ...], dtype: torch.dtype) -> bool:
     """Return whether an interpolation is fast enough to be near its target when rounding stops it."""
-    return operator in (aten.lerp, aten.lerp_) and isinstance(args[2], (int, float)) and _follows(args[2], dtype)
+    return operator in (aten.lerp, aten.lerp_) and isinstance(args[2], (int, float)) and follows(args[2], dtype)
 
 
-def _follows(rate: float, dtype: torch.dtype, near: float = _NEAR) -> bool:
+def follows(rate: float, dtype: torch.dtype, near: float = _NEAR) -> bool:
     """Return whether an average that adds this part of its target in each step approaches it in spite of rounding."""
     return torch.finfo(dtype).eps / 2 <= near * rate
 

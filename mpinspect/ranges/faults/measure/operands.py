@@ -243,8 +243,8 @@ def summands(pending: Pending, total: torch.Tensor) -> list[torch.Tensor]:
 
 
 def narrow_storages(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
-    """Return the names of the 16-bit tensors by storage."""
-    return {storage_key(each): name for name, each in tensors if has_numbers(each) and each.dtype in NARROW}
+    """Return the names of the tensors in 16 bits or FP8 by storage."""
+    return {storage_key(each): name for name, each in tensors if has_numbers(each) and each.dtype in OF_NARROW.narrow}
 
 
 def numbers_of(result: Any) -> list[torch.Tensor]:

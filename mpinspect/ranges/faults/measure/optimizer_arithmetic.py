@@ -168,6 +168,7 @@ class OptimizerArithmetic(SecondComputation):
         others = (*stepped, *(each.grad for each in stepped))
         self._kept = KeptSums(others, narrow_storages(states), {})
         self._readers = {}
+        self._read_back.is_on = False
         self._gradients = {storage_key(each): each.grad for each in stepped if is_plain(each) and is_plain(each.grad)}
         #: The decrease of the loss by exact and by rounded updates.
         self._exact = self._rounded = 0.0

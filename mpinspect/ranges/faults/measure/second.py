@@ -49,6 +49,7 @@ from mpinspect.ranges.faults.measure.operands import (
     summands,
 )
 from mpinspect.ranges.faults.measure.origins import Origins
+from mpinspect.ranges.faults.measure.read_back import ReadBack
 from mpinspect.ranges.faults.measure.recomputation import DECIDING, Recomputation, relative_error
 from mpinspect.ranges.faults.measure.rounded_numbers import RoundedNumbers, coarse_difference
 from mpinspect.ranges.faults.measure.twins import (
@@ -162,6 +163,7 @@ class SecondComputation(Recomputation):
         self._effects = Effects()
         self._growth = Growth()
         self._edges = Edges()
+        self._read_back = ReadBack(self._kept)
         self._additions = Additions(self._kept)
         #: The first difference of numbers too large for FP32 at each line.
         self._coarse: dict[str, AmplifiedError] = {}
@@ -184,6 +186,7 @@ class SecondComputation(Recomputation):
             self._read_divisor(func, args)
             if func.overloadpacket in DIFFERENCES and self._readers and not kwargs:
                 self._subtract_large(func, args)
+            self._read_back.called(func.overloadpacket, args, self._describing(func, args))
         if fp8 := clamps_for(func, args):
             self._compare_clamp(func, args, fp8)
         if func.overloadpacket is aten._local_scalar_dense:
@@ -246,7 +249,8 @@ class SecondComputation(Recomputation):
 
     def _is_judged_anyway(self, func: Any, args: tuple[Any, ...]) -> bool:
         is_bound = is_in_forward() and bounds_for_later(func, args)
-        return is_bound or func.overloadpacket in SEARCHING or clamps_for(func, args) is not None
+        is_followed = is_in_forward() and self._read_back.follows(func.overloadpacket, args)
+        return is_followed or is_bound or func.overloadpacket in SEARCHING or clamps_for(func, args) is not None
 
     def _is_changed(self, func: Any, dtype: torch.dtype | None) -> bool:
         return func.overloadpacket in CHANGING_IN_PLACE and dtype in NARROW and is_in_forward()
@@ -266,6 +270,9 @@ class SecondComputation(Recomputation):
     def _follow(self, pending: Pending, result: Any, results: list[torch.Tensor]) -> None:
         if is_cast_to_fp8(pending.func, *pending.given):
             self._compare_cast(pending, result)
+        if is_in_forward():
+            describe = partial(self._record, pending, result)
+            self._read_back.ran(pending.func.overloadpacket, pending.given[0], results, describe)
         self._kept.ran(pending.func, pending.given[0], results)
         self._read_numbers(pending, result)
         is_of_graph = pending.node is not None or not is_in_forward()
@@ -384,9 +391,13 @@ class SecondComputation(Recomputation):
 
     def _compare_clamp(self, func: Any, args: tuple[Any, ...], fp8: torch.dtype) -> None:
         """Judge a clamp to the range of FP8, also of a backward."""
-        pending = Pending(func, (args, {}), None, None, (args, {}), fp8, False, None, None, sys._getframe())
-        describe = partial(self._record, pending, None, text=passed_through(fp8))
+        describe = partial(self._describing(func, args), text=passed_through(fp8))
         self._flushes.clamped(args[0], args[2], self._placing(describe))
+
+    def _describing(self, func: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return a function that makes records of an operator that is about to run."""
+        pending = Pending(func, (args, {}), None, None, (args, {}), None, False, None, None, sys._getframe())
+        return partial(self._record, pending, next(iter(args), None))
 
     def _compare_kept(
         self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
@@ -556,6 +567,7 @@ class SecondComputation(Recomputation):
             worst = of_all[0].error
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
+        self._read_back.clear()
         found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
         found += [
             *self._flushes.of_gradients,

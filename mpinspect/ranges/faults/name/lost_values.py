@@ -196,6 +196,8 @@ class _Kept(Sentences):
     SCALED_IN_FP32 = "Keep this tensor in FP32, or a schedule's number as a Python float."
     WEIGHT_IN_FP32 = "Keep this weight in FP32, change it there, and cast it where it is used."
     MASTER = "# once\nmaster = weight.detach().float()\n# in each step\nmaster.add_(update)\nweight.copy_(master)"
+    STORED_IN_FP32 = "Keep this {sort} in FP32: store the new values without a cast, and cast them where they are used."
+    UNCAST_STORE = "# once\nkept = kept.float()\n# in place of the cast\nkept = new_values.float()"
     NUMBER = "Keep this sum in FP32 or as a Python number; a counter is best an integer."
     UNCAST = (
         "# after model.to(dtype), or in\n"
@@ -214,8 +216,15 @@ class _Kept(Sentences):
     ITEM = "total += loss.item()"
 
 
+_STORED = "new values that are stored"
 #: In words, the operators that change a tensor by an amount that depends on its own size.
-_SCALING = {"mul": "multiplications", "div": "divisions", "pow": "powers", "lerp": "interpolations"}
+_SCALING = {
+    "mul": "multiplications",
+    "div": "divisions",
+    "pow": "powers",
+    "lerp": "interpolations",
+    **dict.fromkeys(("to_copy", "copy"), _STORED),
+}
 
 
 def _sum_stops(case: Case) -> Iterator[Found]:
@@ -234,7 +243,7 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             # Another fault names the line, or the state.
             continue
         changes = _SCALING.get(frozen.names[0].strip("_"), "additions")
-        is_scaled = changes not in ("additions", "interpolations")
+        is_scaled = changes in ("multiplications", "divisions", "powers")
         is_sum = frozen.names[:2] in summed
         fix, code = (_Kept.NUMBER, _Kept.ITEM) if is_sum else (_Kept.IN_FP32, _Kept.CAST)
         if is_scaled:
@@ -243,10 +252,12 @@ def _sum_stops(case: Case) -> Iterator[Found]:
             fix, code = _Kept.BUFFER_IN_FP32, _Kept.UNCAST
         if frozen.is_weight:
             fix, code = _Kept.WEIGHT_IN_FP32, _Kept.MASTER
+        elif changes == _STORED:
+            fix, code = _Kept.STORED_IN_FP32, _Kept.UNCAST_STORE
         says = _Kept.BUFFER_STOPS.when(buffer) or _Kept.STOPS
         if buffer and optimizer_of(frozen):
             says, fix, code = _Kept.STATE_STOPS, _Kept.STATE_IN_FP32, _Kept.STATE
-        sort = ("buffer", "weight")[frozen.is_weight]
+        sort = ("buffer", "weight")[frozen.is_weight] if buffer else "tensor"
         whose = "the change of a tensor that persists from step to step"
         if buffer:
             whose = f"the change of the {'state' if optimizer_of(frozen) else sort} {buffer!r}"

@@ -1,0 +1,142 @@
+"""Finds narrow tensors that persist from step to step, whose change in FP32 is lost where it is cast into their format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from mpinspect.ranges.faults.measure.flushed import factor_of
+from mpinspect.ranges.faults.measure.kept_sums import KeptSums, follows
+from mpinspect.ranges.faults.measure.twins import OF_NARROW, Marks
+from mpinspect.runtime.storages import has_storage, storage_key
+
+aten = torch.ops.aten
+
+_WIDE = frozenset({torch.float32, torch.float64})
+_SCALING = frozenset({aten.mul, aten.mul_, aten.div, aten.div_})
+_DIFFERENCES = frozenset({aten.sub, aten.sub_, aten.rsub})
+#: Operators that compute an element from the same elements of their arguments.
+_ELEMENTWISE = frozenset(
+    {
+        *_SCALING,
+        *_DIFFERENCES,
+        *(aten.add, aten.add_, aten.lerp, aten.lerp_, aten.addcmul, aten.addcmul_, aten.addcdiv, aten.addcdiv_),
+        *(aten.clamp, aten.clamp_, aten.clone, aten._to_copy, aten.copy_),
+    }
+)
+#: Smaller relative changes are FP32's own rounding, as of a division by a scale after a multiplication by it.
+_ROUNDING = 2.0**-20
+
+_Describe = Callable[..., Any]
+
+
+class _Read(NamedTuple):
+    """The values of a kept tensor in a wide dtype, or what was computed from them.
+
+    Args:
+        kept: the tensor.
+        rate: the part of its target that a moving average adds to it; None if it is not known to be one.
+    """
+
+    kept: torch.Tensor
+    rate: float | None = None
+
+
+class ReadBack:
+    """Follows narrow tensors that are read into FP32, changed there, and cast back.
+
+    Args:
+        kept: knows which tensors are older than the step, and judges their changes.
+    """
+
+    def __init__(self, kept: KeptSums) -> None:
+        self._kept = kept
+        #: Nothing is followed in an optimizer's step, whose states have faults of their own.
+        self.is_on = True
+        self._of: Marks[_Read] = Marks()
+
+    def follows(self, operator: Any, args: Iterable[Any]) -> bool:
+        """Return whether an operator computes with values that are followed."""
+        return (
+            bool(self._of) and operator in _ELEMENTWISE and any(self._of.of(each) for each in filter(_is_stored, args))
+        )
+
+    def called(self, operator: Any, args: tuple[Any, ...], describe: _Describe) -> None:
+        """Judge a copy into the tensor itself, which is about to run. Waits for the device.
+
+        Args:
+            describe: makes a record of a class at this line, with figures.
+        """
+        if not self._of:
+            return
+        for each in filter(_is_stored, args):
+            if not each.is_floating_point():
+                # Stochastic rounding adds random bits.
+                self._of.put(each, None)
+        if operator is aten.copy_ and _is_stored(args[1]) and (read := self._of.of(args[1])):
+            target, source = args[0], args[1].detach()
+            if storage_key(target) == storage_key(read.kept) and target.shape == source.shape:
+                self._of.put(target, read)
+                if self._is_lost(read):
+                    self._kept.copied_back(source, target.detach(), _change(source, target), describe)
+
+    def ran(self, operator: Any, args: tuple[Any, ...], results: list[torch.Tensor], describe: _Describe) -> None:
+        """Follow values through an operator, and judge a cast that may replace the tensor. Waits for the device."""
+        if not self.is_on or operator not in _ELEMENTWISE or not results:
+            return
+        if operator is aten.copy_ and results[0].dtype not in _WIDE:
+            return
+        result = results[0]
+        args = args[operator is aten.copy_ :]
+        given = [
+            read for each in args if _is_stored(each) and each.shape == result.shape and (read := self._read(each))
+        ]
+        if not given:
+            if _is_stored(result) and self._of.of(result):
+                self._of.put(result, None)
+            return
+        read = given[0]
+        if operator in _DIFFERENCES and len(given) > 1 and storage_key(given[1].kept) == storage_key(read.kept):
+            # The script computes the rounding error, and adds it later.
+            self._kept.compensates(read.kept)
+        if operator in _SCALING:
+            factor = factor_of(operator.__name__.rstrip("_"), args[1])
+            read = read._replace(rate=1 - factor) if factor is not None and 0 < factor < 1 else read
+        elif operator in (aten.lerp, aten.lerp_) and isinstance(args[2], float):
+            read = read._replace(rate=args[2])
+        if (
+            operator is aten._to_copy
+            and result.dtype is read.kept.dtype
+            and args[0].dtype in _WIDE
+            and self._is_lost(read)
+        ):
+            self._kept.cast_back(result, read.kept, _change(args[0], read.kept), describe)
+        if result.dtype in _WIDE or result.dtype is read.kept.dtype:
+            self._of.put(result, read)
+
+    def _read(self, tensor: torch.Tensor) -> _Read | None:
+        """Return what a tensor was computed from: itself if it is narrow and older than the step."""
+        if read := self._of.of(tensor):
+            return read
+        return _Read(tensor.detach()) if tensor.dtype in OF_NARROW.narrow and self._kept.keeps(tensor) else None
+
+    def _is_lost(self, read: _Read) -> bool:
+        """Return whether rounding may stop a tensor: an average that follows its target fast arrives near it."""
+        return read.rate is None or not follows(read.rate, read.kept.dtype)
+
+    def clear(self) -> None:
+        """Follow nothing any more, and release the tensors."""
+        self._of = Marks()
+
+
+def _is_stored(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and has_storage(value) and not value.is_meta
+
+
+def _change(wide: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return the change of a tensor in FP32, without FP32's own rounding."""
+    before = kept.detach().float()
+    change = wide.detach().float() - before
+    return change.masked_fill_(change.abs() <= _ROUNDING * before.abs(), 0.0)
