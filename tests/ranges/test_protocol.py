@@ -443,6 +443,26 @@ def test_gradients_that_are_added_after_the_division_are_reported(clip, fused):
     assert "instead of optimizer.step()" not in found.code
 
 
+def test_gradients_that_a_later_backward_does_not_add_to_are_divided_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    with Inspector(model, optimizers=optimizer) as inspector:
+        for _ in range(8):
+            loss = model(torch.randn(16, 8)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            loss = scaler.scale(model(torch.randn(16, 8)).square().mean())
+            added = torch.autograd.grad(loss, list(model.parameters()))
+            for weight, gradient in zip(model.parameters(), added, strict=True):
+                weight.grad = weight.grad + gradient / scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert "unscale-missing" not in {finding.id for finding in analyse(inspector.session()).findings}
+
+
 @pytest.mark.parametrize("unscales_after", [None, 2])
 def test_gradients_divided_after_the_last_backward_are_not_a_fault(unscales_after):
     assert "unscale-missing" not in accumulated(unscales_after, clip=unscales_after and 1e-4)

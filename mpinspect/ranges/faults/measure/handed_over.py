@@ -108,6 +108,8 @@ class _Step:
     def copies(self) -> list[HostCopy]:
         """Return the copies that judging the step reads."""
         found = [*(each for parts in self.moments.values() for each in parts), *self.left, *(self.again or ())[:1]]
+        if self.divided_early and self.kept is not None:
+            found.append(self.kept)
         return [copy for each in found for copy in each.copies()] + self.lost.copies()
 
     def read(self, moment: str) -> dict[str, float]:
@@ -352,7 +354,10 @@ def _changed(seen: _Step) -> Iterator[Record]:
     zeroed = [name for name, ratio in ratios(before, handed).items() if ratio == 0 or math.isnan(ratio)]
     by = None if seen.is_scaled else seen.multiplied_by
     yield _changed_before_step(seen, moment, before, handed, zeroed, multiplied_by=by)
-    still = {name: ratio for name, ratio in ratios(given, handed).items() if name in seen.still_scaled}
+    # A backward of torch.autograd.grad adds nothing to the gradients.
+    kept = seen.kept.read() if seen.divided_early and seen.kept is not None else {}
+    summed = {name for name, value in given.items() if kept.get(name) != value}
+    still = {name: ratio for name, ratio in ratios(given, handed).items() if name in seen.still_scaled & summed}
     yield _change(SteppedWhileScaled, still, still, divided_early=bool(seen.divided_early))
     replaced = [name for name in _broken(given) if math.isfinite(handed.get(name, math.nan))]
     yield ReplacedBeforeStep(names=tuple(replaced), of=len(given))
