@@ -1,6 +1,6 @@
 """Low-rank adapters are merged into base weights in FP8 every few steps: most of each merge is lost."""
 
-# Finding: buffer-stops-changing in -, from step 1
+# Finding: buffer-stops-changing, from step 1
 import torch
 from torch import nn
 

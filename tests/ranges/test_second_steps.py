@@ -1,8 +1,10 @@
 """Inspector(second=...): chosen steps of the training are computed twice, and nothing of it changes."""
 
 import copy
+import gc
 import sys
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -583,3 +585,23 @@ def test_an_overflow_outside_of_the_graph_is_an_info_unless_it_spoils_the_gradie
         take_step(optimizer, ((output.float() * scale) - 1).square().mean())
     (found,) = [each for each in inspector.report().findings if each.id == "overflow-in-operator"]
     assert found.severity == severity
+
+
+def test_tensors_of_a_recorded_step_are_freed_without_the_garbage_collector():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = []
+    gc.collect()
+    gc.disable()
+    try:
+        with mpinspect.Inspector(model, optimizers=optimizer, second=[0, 1]):
+            for _ in range(2):
+                cast = (300 * model[0](torch.randn(4, 8))).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+                added = 2 * cast + torch.ones(8).bfloat16()
+                made += [weakref.ref(each) for each in (cast, added)]
+                take_step(optimizer, model[1](added).square().mean())
+                del cast, added
+                assert not any(each() for each in made)
+    finally:
+        gc.collect()
+        gc.enable()

@@ -73,7 +73,7 @@ class Pending(NamedTuple):
         is_cast: whether it casts, copies or selects values that were never computed with in 16 bits.
         node: the sequence number of its autograd node; None if it has none.
         old: the 16-bit values that an operator of the forward changes in place, before it does; None for other operators.
-        frame: its caller's, once it has run.
+        frame: its caller's, once it has run; None before.
         place: among the operators that a foreach operator stands for; None if it is not a foreach operator.
     """
 

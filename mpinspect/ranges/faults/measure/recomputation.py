@@ -342,7 +342,9 @@ class Recomputation:
             module, phase = self._module(), self._phase
         else:
             module, phase = self._modules.get(node._sequence_nr(), ""), "backward"
-        names = (pending.func.overloadpacket.__name__, innermost_line(pending.frame), phase, *names)
+        # A frame of ours would keep the operator's tensors.
+        line = innermost_line(pending.frame or sys._getframe())
+        names = (pending.func.overloadpacket.__name__, line, phase, *names)
         # The dtype in which numbers were rounded before they became integers.
         is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
         rounded = result.dtype if is_float else pending.dtype

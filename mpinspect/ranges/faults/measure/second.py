@@ -396,7 +396,7 @@ class SecondComputation(Recomputation):
 
     def _describing(self, func: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
         """Return a function that makes records of an operator that is about to run."""
-        pending = Pending(func, (args, {}), None, None, (args, {}), None, False, None, None, sys._getframe())
+        pending = Pending(func, (args, {}), None, None, (args, {}), None, False, None, None)
         return partial(self._record, pending, next(iter(args), None))
 
     def _compare_kept(
