@@ -1,5 +1,6 @@
 """Low-rank adapters are merged into base weights in FP8 every few steps: most of each merge is lost."""
 
+# Thread: https://github.com/ml-explore/mlx-lm/pull/1564
 # Finding: buffer-stops-changing, from step 1
 import torch
 from torch import nn

@@ -122,7 +122,7 @@ def divisor_of(func: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
 @cache
 def saturates(dtype: torch.dtype, device: str) -> bool:
     """Return whether a cast to an FP8 dtype bounds what is beyond its range, as that to E4M3 does in new versions of torch."""
-    beyond = torch.tensor(2 * torch.finfo(dtype).max, device=device)
+    beyond = torch.tensor(2 * torch.finfo(dtype).max, dtype=torch.float32, device=device)
     return bool(beyond.to(dtype).float().isfinite())
 
 

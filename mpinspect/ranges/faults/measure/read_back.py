@@ -86,9 +86,10 @@ class ReadBack:
         """Follow values through an operator, and judge a cast that may replace the tensor. Waits for the device."""
         if not self.is_on or operator not in _ELEMENTWISE or not results:
             return
-        if operator is aten.copy_ and results[0].dtype not in _WIDE:
-            return
         result = results[0]
+        is_wide = result.dtype in _WIDE
+        if not is_wide and operator is not aten._to_copy:
+            return
         args = args[operator is aten.copy_ :]
         given = [
             read for each in args if _is_stored(each) and each.shape == result.shape and (read := self._read(each))
@@ -113,7 +114,7 @@ class ReadBack:
             and self._is_lost(read)
         ):
             self._kept.cast_back(result, read.kept, _change(args[0], read.kept), describe)
-        if result.dtype in _WIDE or result.dtype is read.kept.dtype:
+        if is_wide or result.dtype is read.kept.dtype:
             self._of.put(result, read)
 
     def _read(self, tensor: torch.Tensor) -> _Read | None:

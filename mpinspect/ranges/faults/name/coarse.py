@@ -78,6 +78,35 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
     False alarms: The error is measured. Gradients that cancel are small beside their rounding: a step is left out if they are
     smaller than a tenth of another step's, and if the errors grow in the backward.
     """
+    broken = next(_broken_in_fp32(case), None)
+    if broken is not None:
+        yield broken
+        return
+    for flushed in case.recorded(FlushedInFP32):
+        code = _Coarse.SLOGDET.when(flushed.names[0] == "_linalg_det")
+        yield found_at(flushed, _Coarse.FLUSHES, _Coarse.LOGARITHMS, code or (), {"count": int(flushed.elements)})
+        return
+    errors = of_learning_steps(each for each in case.recorded(GradientsError) if each.text == FLOAT32.name)
+    for off in errors:
+        # Gradients that cancel, as at an optimum, are rounding error in any precision: their errors grow in the backward.
+        is_of_forward = off.names[2] == "forward"
+        if off.error >= FP32_OFF and off.share >= CONCENTRATED and is_of_forward:
+            words = {"off_by": percent_up_to(off.error), "in_fp64": expression(off.names[0], ".double()")}
+            is_grave, is_distance = off.error >= 1, off.names[0] == "_euclidean_dist"
+            yield found_at(
+                off,
+                (_Coarse.OFF, _Coarse.GROWS),
+                _Coarse.BY_DIFFERENCES.when(is_distance) or _Coarse.FP64,
+                _Coarse.NO_PRODUCT.when(is_distance) or _Coarse.DOUBLE,
+                words,
+                is_grave=is_grave,
+                operator=off.names[0],
+            )
+            return
+
+
+def _broken_in_fp32(case: Case) -> Iterator[Found]:
+    """Yield infinities and NaNs that FP64 does not have, and that do harm."""
     first = first_event(case)
     broke = {event.step for event in case.events if event.forward_finite is False}
     broke |= {each.step for each in case.recorded(BrokenLoss)}
@@ -111,28 +140,6 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
             is_grave=first is not None,
             step=step,
         )
-        return
-    for flushed in case.recorded(FlushedInFP32):
-        code = _Coarse.SLOGDET.when(flushed.names[0] == "_linalg_det")
-        yield found_at(flushed, _Coarse.FLUSHES, _Coarse.LOGARITHMS, code or (), {"count": int(flushed.elements)})
-        return
-    errors = of_learning_steps(each for each in case.recorded(GradientsError) if each.text == FLOAT32.name)
-    for off in errors:
-        # Gradients that cancel, as at an optimum, are rounding error in any precision: their errors grow in the backward.
-        is_of_forward = off.names[2] == "forward"
-        if off.error >= FP32_OFF and off.share >= CONCENTRATED and is_of_forward:
-            words = {"off_by": percent_up_to(off.error), "in_fp64": expression(off.names[0], ".double()")}
-            is_grave, is_distance = off.error >= 1, off.names[0] == "_euclidean_dist"
-            yield found_at(
-                off,
-                (_Coarse.OFF, _Coarse.GROWS),
-                _Coarse.BY_DIFFERENCES.when(is_distance) or _Coarse.FP64,
-                _Coarse.NO_PRODUCT.when(is_distance) or _Coarse.DOUBLE,
-                words,
-                is_grave=is_grave,
-                operator=off.names[0],
-            )
-            return
 
 
 class _Updates(Sentences):

@@ -462,7 +462,7 @@ class _Mixed(Sentences):
         "loss = loss + penalty(gradient)\n"
         "scaler.scale(loss).backward()"
     )
-    INNER = "# before {line}\nscale = scaler.get_scale()\ngradients = [g.float() / scale for g in gradients]"
+    INNER = "# before {line}\nscale = scaler.get_scale()\ngradients = [\n    g.float() / scale for g in gradients\n]"
     SUM = "scaler.scale(loss + other_loss).backward()"
     STEP = "scaler.scale(loss).backward()\nscaler.step(optimizer)\nscaler.update()"
 
