@@ -106,6 +106,13 @@ class Kept:
             mine.copy_(mine.float().mul_(decay).add_(its, alpha=1 - decay))
 
     @torch.no_grad()
+    def in_fp32_and_back_by_foreach(self, loss):
+        mine = list(self.average.parameters())
+        wide = [each.float() for each in mine]
+        torch._foreach_lerp_(wide, list(self.model.parameters()), 0.002)
+        torch._foreach_copy_(mine, wide)
+
+    @torch.no_grad()
     def replaced_from_fp32(self, loss, decay=0.998):
         for name, value in self.model.state_dict().items():
             self.shadow[name] = torch.lerp(self.shadow[name].float(), value, 1 - decay).to(self.dtype)
@@ -213,7 +220,7 @@ def test_an_average_that_its_updates_do_not_change_is_named_with_its_line(after)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("after", ["in_fp32_and_back", "replaced_from_fp32"])
+@pytest.mark.parametrize("after", ["in_fp32_and_back", "in_fp32_and_back_by_foreach", "replaced_from_fp32"])
 def test_an_average_whose_change_in_fp32_is_lost_in_the_cast_back_is_named(after, dtype):
     finding = findings(after, dtype, steps=7)["buffer-stops-changing"]
     assert (finding.severity, finding.step, finding.certainty) == ("warning", 1, "measured")

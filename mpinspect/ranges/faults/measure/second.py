@@ -186,7 +186,6 @@ class SecondComputation(Recomputation):
             self._read_divisor(func, args)
             if func.overloadpacket in DIFFERENCES and self._readers and not kwargs:
                 self._subtract_large(func, args)
-            self._read_back.called(func.overloadpacket, args, self._describing(func, args))
         if fp8 := clamps_for(func, args):
             self._compare_clamp(func, args, fp8)
         if func.overloadpacket is aten._local_scalar_dense:
@@ -239,6 +238,8 @@ class SecondComputation(Recomputation):
             self._coarse.setdefault(line, record)
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
+        if is_in_forward():
+            self._read_back.called(func.overloadpacket, args, self._describing(func, args))
         pending = super()._prepare(func, args, kwargs)
         if pending is not None:
             given = leaves((*args, *kwargs.values()))
