@@ -976,11 +976,11 @@ class UpdateEffect(Record, kind="second-updates"):
 
 
 class FrozenBuffer(Record, kind="second-buffer"):
-    """A sum kept from step to step that additions in place leave unchanged. A buffer's or weight's name is the last of ``names``.
+    """A tensor kept from step to step that an operator leaves unchanged. A buffer's or weight's name is the last of ``names``.
 
     Args:
-        unchanged: the share of elements, of those to which something other than 0 was added, that did not change, 0..1.
-        times: how many additions at one line these are the figures of.
+        unchanged: the share of elements, of those that would change in FP32, that did not change, 0..1.
+        times: how many operators at one line these are the figures of.
         is_weight: whether it is a weight that no optimizer steps.
         rounded: the error of the step's change, relative to the exact change, of a decaying average that does change; else None.
     """

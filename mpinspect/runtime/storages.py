@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import TypeGuard
 
 import torch
 
@@ -12,10 +13,13 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def has_storage(tensor: torch.Tensor) -> bool:
+def has_storage(value: object) -> TypeGuard[torch.Tensor]:
     """Return whether this is a dense tensor or parameter (no subclass), whose storage holds its elements."""
     return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
+        isinstance(value, torch.Tensor)
+        and type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_nested
     )
 
 

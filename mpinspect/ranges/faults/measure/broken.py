@@ -96,13 +96,13 @@ class Broken:
         """
         if not self._all_fates or operator in _WITHOUT_VALUES:
             return
-        fates = [fate for each in filter(_is_stored, operands) if (fate := self._fates.of(each))]
+        fates = [fate for each in filter(has_storage, operands) if (fate := self._fates.of(each))]
         records = frozenset().union(*(fate.records for fate in fates))
         for fate in fates:
             fate.is_taken = True
         if operator is aten.copy_:
             self._harmful |= records
-        for each in filter(_is_stored, results) if records else ():
+        for each in filter(has_storage, results) if records else ():
             self._follow(each, records, is_of_graph and each.is_floating_point())
 
     def _follow(self, result: torch.Tensor, records: frozenset[BornInfinite], is_of_graph: bool) -> None:
@@ -201,10 +201,6 @@ class Broken:
             *(each for found in (self.born, self._alike) for each in found[:1]),
             *(each for found in (self.born, self._alike) for each in _further(found)),
         ]
-
-
-def _is_stored(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and has_storage(value)
 
 
 def _breaking(value: torch.Tensor) -> torch.Tensor:

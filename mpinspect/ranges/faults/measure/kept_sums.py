@@ -1,4 +1,4 @@
-"""Finds 16-bit tensors that persist from step to step (averages, schedules, counters) and that rounding leaves unchanged."""
+"""Finds tensors in 16 bits or FP8 that persist from step to step (averages, counters) and that rounding leaves unchanged."""
 
 from __future__ import annotations
 

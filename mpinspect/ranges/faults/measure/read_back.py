@@ -57,11 +57,13 @@ class ReadBack:
         self.is_on = True
         self._of: Marks[_Read] = Marks()
 
+    def __bool__(self) -> bool:
+        """Whether values are followed."""
+        return bool(self._of)
+
     def follows(self, operator: Any, args: Iterable[Any]) -> bool:
         """Return whether an operator computes with values that are followed."""
-        return (
-            bool(self._of) and operator in _ELEMENTWISE and any(self._of.of(each) for each in filter(_is_stored, args))
-        )
+        return bool(self) and operator in _ELEMENTWISE and any(self._of.of(each) for each in filter(has_storage, args))
 
     def called(self, operator: Any, args: tuple[Any, ...], describe: _Describe) -> None:
         """Judge a copy into the tensor itself, which is about to run. Waits for the device.
@@ -69,13 +71,11 @@ class ReadBack:
         Args:
             describe: makes a record of a class at this line, with figures.
         """
-        if not self._of:
-            return
-        for each in filter(_is_stored, args):
+        for each in filter(has_storage, args):
             if not each.is_floating_point():
                 # Stochastic rounding adds random bits.
                 self._of.put(each, None)
-        if operator is aten.copy_ and _is_stored(args[1]) and (read := self._of.of(args[1])):
+        if operator is aten.copy_ and has_storage(args[1]) and (read := self._of.of(args[1])):
             target, source = args[0], args[1].detach()
             if storage_key(target) == storage_key(read.kept) and target.shape == source.shape:
                 self._of.put(target, read)
@@ -92,10 +92,10 @@ class ReadBack:
             return
         args = args[operator is aten.copy_ :]
         given = [
-            read for each in args if _is_stored(each) and each.shape == result.shape and (read := self._read(each))
+            read for each in args if has_storage(each) and each.shape == result.shape and (read := self._read(each))
         ]
         if not given:
-            if _is_stored(result) and self._of.of(result):
+            if has_storage(result) and self._of.of(result):
                 self._of.put(result, None)
             return
         read = given[0]
@@ -121,7 +121,8 @@ class ReadBack:
         """Return what a tensor was computed from: itself if it is narrow and older than the step."""
         if read := self._of.of(tensor):
             return read
-        return _Read(tensor.detach()) if tensor.dtype in OF_NARROW.narrow and self._kept.keeps(tensor) else None
+        is_kept = tensor.dtype in OF_NARROW.narrow and not tensor.is_meta and self._kept.keeps(tensor)
+        return _Read(tensor.detach()) if is_kept else None
 
     def _is_lost(self, read: _Read) -> bool:
         """Return whether rounding may stop a tensor: an average that follows its target fast arrives near it."""
@@ -130,10 +131,6 @@ class ReadBack:
     def clear(self) -> None:
         """Follow nothing any more, and release the tensors."""
         self._of = Marks()
-
-
-def _is_stored(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and has_storage(value) and not value.is_meta
 
 
 def _change(wide: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

@@ -238,7 +238,7 @@ class SecondComputation(Recomputation):
             self._coarse.setdefault(line, record)
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
-        if is_in_forward():
+        if self._read_back and is_in_forward():
             self._read_back.called(func.overloadpacket, args, self._describing(func, args))
         pending = super()._prepare(func, args, kwargs)
         if pending is not None:

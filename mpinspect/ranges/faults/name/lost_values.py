@@ -228,11 +228,12 @@ _SCALING = {
 
 
 def _sum_stops(case: Case) -> Iterator[Found]:
-    """A 16-bit moving average, running sum, counter, schedule, optimizer's state or loop-updated weight that has stopped
-    changing, will stop soon, or changes in a step mostly by rounding.
+    """A moving average, running sum, counter, schedule, optimizer's state or loop-updated weight in 16 bits or FP8 that has
+    stopped changing, will stop soon, or changes in a step mostly by rounding.
 
-    False alarms: A sum that is reset to zero in time only rounds its terms. A number at the bound of a clamp is left out. A later
-    stop is inferred, assuming one addition a step; if the run ends before, the severity is info.
+    False alarms: A sum that is reset to zero in time only rounds its terms. A number at the bound of a clamp is left out, and a
+    copy of FP32 values that live on, such as masters. A later stop is inferred, assuming one addition a step; if the run ends
+    before, the severity is info.
     """
     flushed = _flushed_lines(case)
     moments = {found.evidence["state"] for found in moments_cannot_decay(case) if not found.is_inferred}
@@ -745,7 +746,7 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     off_by = {"off_by": percent_up_to(first.error)}
     mostly = _Inaccurate.MOSTLY_ERROR.when(first.of) or _Inaccurate.OF_RANK
     origin = origin_of(first)
-    # Gradients of FP8 trainings that converge are off by up to a third.
+    # Gradients of FP8 trainings that converge are off by up to three quarters.
     is_of_fp8 = origin is not None and origin.text in _FP8_TYPES and first.error >= _AS_LARGE
     if first.share < CONCENTRATED and not is_of_fp8:
         yield found_at(first, (mostly, _Inaccurate.SPREAD), (), (), off_by, severity="info", layer="")
