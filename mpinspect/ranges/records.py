@@ -266,10 +266,19 @@ class SteppedWhileScaled(Change, kind="stepped-while-scaled"):
     divided_early: bool = False
 
 
-class LossFactor(Record, kind="loss-factor"):
-    """The constant ``factor``, a power of two above 1, that the loop itself applied to the losses of all measured backwards."""
+class SteppedOnChangingScale(Record, kind="stepped-on-changing-scale"):
+    """Gradients that an optimizer took undivided, while the loop multiplied its loss by a scale that changed.
 
-    factor: float
+    ``step``: the first measured step with another scale.
+
+    Args:
+        before, after: the scale in the measured step before it, and in the last one.
+        steps: the number of measured steps.
+    """
+
+    before: float
+    after: float
+    steps: float
 
 
 class ChangedBeforeStep(Change, kind="changed-before-step"):
@@ -473,10 +482,17 @@ class NeverUpdated(Record, kind="never-updated"):
 
 
 class StepsStopped(Record, kind="steps-stopped"):
-    """``backwards`` backwards since the last optimizer step, and the most that preceded one. ``step``: the unfinished step."""
+    """``backwards`` backwards since the last optimizer step, and the most that preceded one. ``step``: the unfinished step.
+
+    Args:
+        cleared: whether the loop clears the gradients between these backwards.
+        loss_scale: the loss scale of the last one, if the host knows it.
+    """
 
     backwards: float
     most: float
+    cleared: bool = False
+    loss_scale: float | None = None
 
 
 class ForwardsLeft(Record, kind="forwards-left"):

@@ -1429,24 +1429,22 @@ def test_a_loop_that_unscales_into_its_masters_needs_no_scaler():
 
     report = train_masters(torch.float16, scale=1024.0, loss_of=loss_of, before_step=is_finite)
     assert contradictions(report) == []
-    (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
-    assert said.severity == "info"
-    assert "The gradients that its optimizer gets are 1024 times smaller than the backward's" in said.message
+    assert "scaler-missing-in-float16" not in {finding.id for finding in report.findings}
     assert [(event.step, event.skipped, event.story) for event in report.events] == [(5, True, DROPPED)]
     assert any("The loop dropped the gradients of the step." in finding.message for finding in report.findings)
     assert report.verdict.healthy
 
 
-@pytest.mark.parametrize(("scale", "severity"), [(1024.0, "info"), (1.0, "warning"), (3.0, "warning")])
-def test_a_loss_with_a_constant_factor_is_scaled_by_hand_whatever_happens_to_the_masters_gradients(scale, severity):
+@pytest.mark.parametrize(("scale", "known"), [(1024.0, True), (1.0, False), (3.0, False)])
+def test_a_loss_times_a_power_of_two_is_scaled_by_hand_whatever_happens_to_the_masters_gradients(scale, known):
     def clips_by_element(parameters, masters):
         torch.nn.utils.clip_grad_value_(masters, 1e-3)
         return True
 
     report = train_masters(torch.float16, scale=scale, before_step=clips_by_element)
-    (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
-    assert (said.severity, said.evidence.get("factor")) == (severity, scale if severity == "info" else None)
-    assert report.verdict.healthy is (severity == "info")
+    assert bool(named(report, "scaler-missing-in-float16")) is not known
+    assert report.session.progress.scale_known is known
+    assert report.verdict.healthy is known
 
 
 def by_hand(scale_of, *, zero_first=False, known=True):
@@ -1479,18 +1477,24 @@ def test_a_step_dropped_by_a_loop_that_scales_by_hand_is_reported_as_dropped(pow
     assert (event.step, event.what) == (at, "weight_gradient" if power == 21 else "activation_gradient")
     assert (event.story, event.skipped) == (DROPPED, True)
     assert [finding for finding in report.findings if finding.severity != "info"] == []
-    (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
-    assert said.evidence["least"] == said.evidence["most"] == 256.0
+    assert (event.loss_scale, report.session.progress.scale_known) == (2.0**power, True)
+    assert not named(report, "scaler-missing-in-float16")
     assert report.verdict.healthy is True
     assert contradictions(report) == []
 
 
-def test_a_loop_with_a_hand_written_dynamic_scale_is_healthy():
-    report = by_hand(lambda step: 2.0 ** (6 + step // 3))
+def test_a_loop_with_a_hand_written_dynamic_scale_is_healthy_and_its_scale_is_known():
+    report = by_hand(lambda step: 2.0 ** (8 + step // 3))
+    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    assert report.session.progress.scale_known
+    assert [change.scale for change in report.session.progress.scales] == [2.0**power for power in range(8, 14)]
+
+
+def test_a_scale_that_is_no_power_of_two_is_recognised_by_the_division():
+    report = by_hand(lambda step: 1000.0)
     assert [finding for finding in report.findings if finding.severity != "info"] == []
     (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
-    assert (said.evidence["least"], said.evidence["most"]) == (64.0, 256.0)
-    assert "64 to 256 times smaller" in said.message
+    assert "1000 times smaller" in said.message
 
 
 def test_gradients_averaged_by_hand_do_not_count_as_unscaled():

@@ -12,7 +12,7 @@ from trainings import take_step
 from mpinspect import Inspector
 
 
-def by_hand(multiplied, divided, *, masters=False, steps=10, of_loss=lambda loss, scale: loss * scale):
+def by_hand(multiplied, divided, *, steps=10, of_loss=lambda loss, scale: loss * scale, lr=lambda step: 0.01):
     """Train with a loss scaled by hand; ``multiplied`` and ``divided`` return the factors of a step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
@@ -25,6 +25,7 @@ def by_hand(multiplied, divided, *, masters=False, steps=10, of_loss=lambda loss
             of_loss(loss, multiplied(step)).backward()
             for parameter in model.parameters():
                 parameter.grad.div_(divided(step))
+            optimizer.param_groups[0]["lr"] = lr(step)
             optimizer.step()
     return {finding.id: finding for finding in analyse(inspector.session()).findings}
 
@@ -60,6 +61,63 @@ def test_a_loss_divided_by_the_inverse_scale_is_recognised():
         of_loss=lambda loss, scale: loss / (1 / scale),
     )
     assert found["divided-by-another-scale"].step == 2
+
+
+@pytest.mark.parametrize(
+    ("multiplied", "divided", "lr", "is_found"),
+    [
+        (lambda step: 512.0 if step < 3 else 256.0, lambda step: 1.0, lambda step: 0.01, True),
+        (lambda step: 512.0, lambda step: 1.0, lambda step: 0.01 / (1 + step), False),
+        (lambda step: 2.0 ** (9 + step), lambda step: 1.0, lambda step: 0.01 / 2.0**step, False),
+        (lambda step: 2.0 ** (9 + step), lambda step: 2.0 ** (9 + step), lambda step: 0.01, False),
+        (lambda step: 512.0 if step < 3 else 256.0, lambda step: 512.0 if step == 4 else 1.0, lambda step: 0.01, False),
+    ],
+    ids=["changed", "constant", "in the learning rate", "divided", "divided in one step"],
+)
+def test_steps_on_gradients_of_a_scale_that_changed_are_reported(multiplied, divided, lr, is_found):
+    found = by_hand(multiplied, divided, lr=lr)
+    assert ("unscale-missing" in found) is is_found
+    if is_found:
+        finding = found["unscale-missing"]
+        assert (finding.severity, finding.step) == ("error", 3)
+        assert (finding.evidence["before"], finding.evidence["after"]) == (512.0, 256.0)
+
+
+def until_it_overflows(floor, *, overflows_from=6, steps=40):
+    """Train in a function with a scale by hand that falls to a floor; its optimizer is deleted before the inspector detaches."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+    inspector = Inspector(model).attach()
+
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        scale = 2.0**20
+        for step in range(steps):
+            with torch.autocast("cpu", torch.float16):
+                output = model(torch.randn(16, 8))
+            loss = output.float().square().mean() * (1e9 if step >= overflows_from else 1e-3)
+            optimizer.zero_grad()
+            (loss * scale).backward()
+            if all(parameter.grad.isfinite().all() for parameter in model.parameters()):
+                for parameter in model.parameters():
+                    parameter.grad.div_(scale)
+                optimizer.step()
+            else:
+                scale = max(scale / 2, floor)
+
+    train()
+    inspector.detach()
+    return {finding.id: finding for finding in analyse(inspector.session()).findings}
+
+
+def test_a_floor_of_a_loops_own_scale_at_which_all_gradients_overflow_is_reported():
+    found = until_it_overflows(2.0**19)["scale-too-high"]
+    assert (found.severity, found.step, found.evidence["loss_scale"]) == ("error", 6, 2.0**19)
+    assert "No optimizer step followed in the last 34 backwards" in found.message
+
+
+def test_a_loops_own_scale_that_still_falls_at_the_end_is_not_reported_as_staying():
+    assert "scale-too-high" not in until_it_overflows(1e-9, overflows_from=6, steps=20)
 
 
 def with_masters(set_back, *, steps=10, dtype=torch.bfloat16, load=lambda weights, masters: None):

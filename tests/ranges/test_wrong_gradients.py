@@ -404,8 +404,8 @@ def test_weights_that_an_8_bit_adam_moves_far_are_reported_though_the_loss_is_fi
         assert "times the learning rate; Adam8 should move them" in found["weights-exploded"].message
 
 
-@pytest.mark.parametrize(("factor", "severity"), [(512.0, "info"), (2.0, "warning")])
-def test_a_constant_factor_of_all_losses_is_taken_for_a_loss_scale_if_it_is_large(factor, severity):
+@pytest.mark.parametrize(("factor", "is_scale"), [(512.0, True), (2.0, False)])
+def test_a_constant_factor_of_all_losses_is_taken_for_a_loss_scale_if_it_is_large(factor, is_scale):
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2 / factor)
@@ -416,7 +416,7 @@ def test_a_constant_factor_of_all_losses_is_taken_for_a_loss_scale_if_it_is_larg
         return output.float().square().mean() * factor
 
     found, _ = inspected(model, optimizer, loss, steps=10)
-    assert found["scaler-missing-in-float16"].severity == severity
+    assert ("scaler-missing-in-float16" in found) is not is_scale
 
 
 @pytest.mark.parametrize(

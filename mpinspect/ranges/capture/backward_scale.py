@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,3 +112,36 @@ def _only_powers_of_two(scaler: Any) -> bool:
     """Return whether a GradScaler's scale is always a power of two, because its initial scale and both factors are."""
     parts = (getattr(scaler, name, None) for name in ("_init_scale", "_growth_factor", "_backoff_factor"))
     return all(isinstance(part, (int, float)) and is_power_of_two(float(part)) for part in parts)
+
+
+def constant_factor(losses: Sequence[torch.Tensor]) -> float | None:
+    """Return the constant by which the loop multiplied a single loss; it may have divided the product since. None without one.
+
+    Never waits for a device.
+    """
+    node: Any = losses[0].grad_fn if len(losses) == 1 else None
+    while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
+        try:
+            other = node._saved_other
+        except (AttributeError, RuntimeError):
+            # It was not saved, or has been freed.
+            return None
+        if not isinstance(other, torch.Tensor) or other.requires_grad:
+            return None
+        factor = factor_of(node.name()[:3].lower(), other)
+        if factor is None or factor > 1 or node.name() == "MulBackward0":
+            return factor
+        node = node.next_functions[0][0]
+    return None
+
+
+def factor_of(name: str, value: Any) -> float | None:
+    """Return the number by which a product multiplies; None if it is none, or unknown without waiting for a device."""
+    if isinstance(value, torch.Tensor) and not (value.is_cpu and value.numel() == 1):
+        return None
+    if not isinstance(value, (torch.Tensor, int, float)):
+        return None
+    number = float(value.detach() if isinstance(value, torch.Tensor) else value)
+    if name == "mul":
+        return number
+    return 1 / number if number else None

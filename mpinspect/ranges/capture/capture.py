@@ -381,9 +381,10 @@ class Capture(Dispatcher):
             self._recording.record(NeverUpdated(backwards=backwards, kept_broken=broken, names=names))
         if moved and self.clock.has_stopped and self._recording.progress.steps:
             backwards, most = self.clock.backwards_of_step, self.clock.most_backwards
-            if self._added_up(backwards / 2):
-                step = self._recording.progress.steps
-                self._recording.record(StepsStopped(step=step, backwards=backwards, most=most))
+            step, cleared = self._recording.progress.steps, not self._added_up(backwards / 2)
+            scale = self.scale.last.value
+            found = StepsStopped(step=step, backwards=backwards, most=most, cleared=cleared, loss_scale=scale)
+            self._recording.record(found)
         if moved and self.clock.left_out.is_stopped:
             step, left_out = self._recording.progress.steps, self.clock.left_out
             self._recording.record(ForwardsLeft(step=step, names=left_out.lines, forwards=left_out.number))

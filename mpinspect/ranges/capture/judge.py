@@ -98,7 +98,8 @@ class StepLog:
     may_be_broken: bool = False
     #: Modules that can't have made the first infinity or NaN; None unless determined before the optimizer's step.
     innocent: frozenset[str] | None = None
-    scale: BackwardScale | None = None
+    #: The loss scales of the step's backwards, by micro-batch.
+    scales: dict[int, BackwardScale] = field(default_factory=dict)
     #: Whether a scaler multiplied a loss; the loss was read at that moment.
     loss_is_scaled: bool = False
     skipped: bool | None = None
@@ -301,13 +302,14 @@ class Judge:
         if doubt := self._doubt(found, calls, log):
             found = replace(found, explanation=f"{found.explanation}; {doubt}")
         is_dropped = not log.skipped and _dropped(log, seen)
+        scale = log.scales.get(found.first.micro_batch, next(reversed(log.scales.values()), None))
         event = culprit.event_of(
             found,
             seen,
             self._history,
             step=log.step,
             # Waits for the GPU if the scale is still there, which only happens if there is an event.
-            scale=None if log.scale is None else log.scale.number(),
+            scale=None if scale is None else scale.number(),
             skipped=is_dropped or log.skipped,
             dropped=is_dropped,
             forward_finite=culprit.finite_in_forward(seen),

@@ -102,6 +102,7 @@ class Listener(Guarded):
         losses = [tensor for tensor in tensors_in(given) if tensor.grad_fn is not None]
         if not self._dispatcher.at_work or not losses or not self._reaches_model(losses):
             return
+        self._scale.backward_called(losses)
         self._dispatcher.read_graph(losses)
         self._clock.loss_kind = tuple(map(operator_of, graph((each.grad_fn for each in losses), _OPERATORS)))
         # Of a compiled model no forward is seen.

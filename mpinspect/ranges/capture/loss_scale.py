@@ -8,15 +8,17 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from mpinspect.numeric.formats import is_power_of_two
 from mpinspect.ranges.capture.backward_scale import (
     ASIDE,
     UNSCALED,
     BackwardScale,
+    constant_factor,
     from_callable,
     from_number,
     from_scaler,
@@ -24,6 +26,8 @@ from mpinspect.ranges.capture.backward_scale import (
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.runtime.outputs import tensors_in
 
+#: A loop that multiplies its losses by a smaller power of two weighs them, unless its weights are FP16.
+_LEAST_SCALE = 128.0
 #: The id of no graph task. Differs from -1, which torch returns outside a backward.
 NO_BACKWARD = -2
 
@@ -73,6 +77,9 @@ class ScaleOfBackward:
         self.scaler: Any = None
         #: Whether any GradScaler has scaled a loss, perhaps of another model; and whether a backward of this one began at one.
         self.any_scaled = self._was_scaled = False
+        #: The factor by which the loop itself multiplied the loss of the last backward; whether such factors are loss scales.
+        self._factor: float | None = None
+        self._scaled_by_loop = False
         #: Why the scale of a backward of this step is not known, as long as no scaler is seen; "" without such a backward.
         self._unseen = ""
 
@@ -97,6 +104,13 @@ class ScaleOfBackward:
         if self.last.unknown and not self._unseen:
             self._recording.scale_unknown(self.last.unknown)
         return self.last, True
+
+    def backward_called(self, losses: Sequence[torch.Tensor]) -> None:
+        """Read the factor by which the loop itself multiplies a loss whose backward is about to begin."""
+        self._factor = constant_factor(losses)
+        least = 2.0 if self._fp16_weights else _LEAST_SCALE
+        # A loss scale may be lowered later.
+        self._scaled_by_loop |= self._factor is not None and self._factor >= least and is_power_of_two(self._factor)
 
     def step_ends(self) -> None:
         """Record that a backward's scale is not known, unless the step has shown a scaler since: then it was not scaled."""
@@ -161,7 +175,10 @@ class ScaleOfBackward:
             return from_scaler(others[0])
         if self._was_scaled:
             return ASIDE
-        self._unseen = self._unseen or self._why_unknown(in_half)
+        unseen = self._why_unknown(in_half)
+        if unseen and self._scaled_by_loop and self._factor is not None:
+            return from_number(self._factor)
+        self._unseen = self._unseen or unseen
         if self._unseen:
             return BackwardScale(None, unknown=self._unseen)
         return UNSCALED

@@ -120,6 +120,8 @@ class StepClock:
         # Weak references: a deleted optimizer must not hold up a step, and its id may be reused.
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
         self._done: weakref.WeakSet[Any] = weakref.WeakSet()
+        #: Whether an optimizer was ever known: at the end of a script, those that its functions made are deleted.
+        self._had_optimizers = False
         #: Whether a forward has begun and no backward since, and whether a backward reached the model since the last forward.
         self.in_forward = self.after_backward = False
 
@@ -151,8 +153,8 @@ class StepClock:
 
     @property
     def waits_for_optimizer(self) -> bool:
-        """Whether the model has a known optimizer but no optimizer has stepped in the current step."""
-        return bool(self._known) and not self._done
+        """Whether the model has or had a known optimizer but no optimizer has stepped in the current step."""
+        return self._had_optimizers and not self._done
 
     @property
     def begun(self) -> bool:
@@ -167,7 +169,7 @@ class StepClock:
     @property
     def has_stopped(self) -> bool:
         """Whether far more backwards have run since the last step than ran in any step before."""
-        return self.has_optimizers and self.backwards_of_step >= max(
+        return self._had_optimizers and self.backwards_of_step >= max(
             _FEWEST_OF_STOPPED, _MANY_TIMES * self.most_backwards
         )
 
@@ -178,6 +180,7 @@ class StepClock:
     def know(self, optimizer: object) -> None:
         """Register an optimizer that belongs to the model."""
         self._known.add(optimizer)
+        self._had_optimizers = True
 
     def forward(self, updated: Callable[[], bool]) -> bool:
         """Record a training forward; return True if a step ended before it, so the caller must end that step and call again.

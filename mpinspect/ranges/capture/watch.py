@@ -196,8 +196,8 @@ class Watch(Observer):
         # Tensors of the forward would otherwise be held while the backward frees them.
         self._read_held()
         log = self._log
-        if log.scale is None or not backward.scale.is_aside:
-            log.scale = backward.scale
+        if not log.scales or not backward.scale.is_aside:
+            log.scales[backward.micro_batch] = backward.scale
         log.is_checked = backward.checked_by_scaler
         log.read_before_clipping.clear()
         if backward.micro_batch and self._broken_weights.hold_no_gradient(log.backward_broke):

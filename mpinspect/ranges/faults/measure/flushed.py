@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges.capture.backward_scale import factor_of
 from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.loaded_states import cast_to_half, was_loaded
@@ -126,18 +127,6 @@ class DividedGradients:
             if lost and lost >= _LEAST_LOST * of:
                 return [DividedInHalf(name=names[0], names=names, text=line, lost=lost / of, factor=factor)]
         return []
-
-
-def factor_of(name: str, value: Any) -> float | None:
-    """Return the number by which a product multiplies; None if it is none, or unknown without waiting for a device."""
-    if isinstance(value, torch.Tensor) and not (value.is_cpu and value.numel() == 1):
-        return None
-    if not isinstance(value, (torch.Tensor, int, float)):
-        return None
-    number = float(value.detach() if isinstance(value, torch.Tensor) else value)
-    if name == "mul":
-        return number
-    return 1 / number if number else None
 
 
 class Flushes:

@@ -13,16 +13,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from mpinspect.numeric.formats import is_power_of_two
+from mpinspect.ranges.capture.backward_scale import constant_factor
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Backward, Call, ParameterGradient
-from mpinspect.ranges.faults.measure.flushed import factor_of
 from mpinspect.ranges.faults.measure.lost_backwards import Backwards, LostBackwards
 from mpinspect.ranges.faults.measure.measuring import Magnitudes, Measuring, Run, magnitudes
 from mpinspect.ranges.records import (
@@ -30,13 +31,13 @@ from mpinspect.ranges.records import (
     ChangedBeforeStep,
     ChangedWhileScaled,
     LeftOver,
-    LossFactor,
     MastersGivenSmaller,
     MissingGradients,
     NotOptimized,
     Record,
     ReplacedBeforeStep,
     Stale,
+    SteppedOnChangingScale,
     SteppedWhileScaled,
     UnscaledAgain,
     UnscaledNeverScaled,
@@ -53,6 +54,18 @@ _HOW_CALLED = {None: "not_called", True: "called", False: "without_graph"}
 _SAME = 1e-3
 #: Gradients that are smaller by this factor or more at the masters count as divided, for example by a loss scale.
 _DIVIDED = 2.0
+
+
+class _ScaledByLoop(NamedTuple):
+    """A step whose loss the loop multiplied by ``factor``, a power of two.
+
+    ``is_undivided``: whether an optimizer of torch, at the learning rate ``lr``, took the gradients as the backward gave them.
+    """
+
+    step: int
+    factor: float
+    lr: float
+    is_undivided: bool
 
 
 AnyChange = TypeVar("AnyChange", bound=Change)
@@ -74,6 +87,8 @@ class _Step:
         backwards: the number of the step's backwards.
         is_scaled: whether a scaler multiplied losses.
         multiplied_by: the constant factor that the loop applied to the loss of the last backward; None without one.
+        lr: the learning rate of the first parameter group of the last optimizer that stepped; NaN if it is no number or the
+            optimizer is not torch's.
         scaled, still_scaled: the parameters with gradients from a scaled backward, and the subset that an optimizer stepped
             before a scaler divided the gradients.
         divided_early: the subset of these whose gradients a scaler divided before the last backward.
@@ -96,6 +111,7 @@ class _Step:
     backwards: int = 0
     is_scaled: bool = False
     multiplied_by: float | None = None
+    lr: float = math.nan
     scaled: set[str] = field(default_factory=set)
     still_scaled: set[str] = field(default_factory=set)
     divided_early: set[str] = field(default_factory=set)
@@ -130,8 +146,7 @@ class HandedOver(Measuring):
         self._lost = LostBackwards(self._parameters, self._optimizers)
         #: For each measured step, the common factor of division on the way to the masters; NaN without one.
         self._divisors: list[float] = []
-        #: The constant factors of the losses of all measured backwards; None for a loss without one.
-        self._factors: set[float | None] = set()
+        self._scaled_by_loop: list[_ScaledByLoop] = []
         #: The parameters that ever received a gradient, and the parameters that an optimizer steps.
         self._ever: set[str] = set()
         self._optimized: set[str] = set()
@@ -167,8 +182,7 @@ class HandedOver(Measuring):
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Record the constant factor that the loop applied to the loss, and the tensors that it reaches."""
         self._lost.backward_called(self._now.lost, losses)
-        self._now.multiplied_by = _constant_factor(losses)
-        self._factors.add(self._now.multiplied_by)
+        self._now.multiplied_by = constant_factor(losses)
 
     def loss_scaled(self, losses: list[torch.Tensor], scaled: list[torch.Tensor], micro_batch: int) -> None:
         """Record that a scaler is in use."""
@@ -219,6 +233,9 @@ class HandedOver(Measuring):
         self._add("handed", self._optimizers.parameters(optimizer))
         self._see_in_place()
         names = {watched.name for watched in self._optimizers.parameters(optimizer)}
+        # An optimizer from elsewhere may divide by a scale itself.
+        lr = optimizer.param_groups[0].get("lr") if type(optimizer).__module__.startswith("torch.optim.") else None
+        self._now.lr = float(lr) if isinstance(lr, (int, float)) else math.nan
         self._now.stepping |= names
         self._optimized |= names
         self._masters.optimizer_steps(optimizer)
@@ -262,9 +279,7 @@ class HandedOver(Measuring):
         super().run_ends()
         for lost in self._lost.found():
             self._record(lost)
-        (factor,) = self._factors if len(self._factors) == 1 else [None]
-        if factor is not None and factor > 1 and is_power_of_two(factor):
-            self._record(LossFactor(step=self._clock.step, factor=factor))
+        self._record_changing_scale()
         self._masters.settle()
         if self._divisors and all(divisor >= _DIVIDED for divisor in self._divisors):
             weights = tuple(each.name for each in self._masters.weights())
@@ -296,6 +311,20 @@ class HandedOver(Measuring):
             here = self._gradients_places()
             self._now.in_place |= {name for name, place in self._now.places.items() if here.get(name) == place}
 
+    def _record_changing_scale(self) -> None:
+        """Record a loss scale of the loop that changed, if no step divided the gradients and no learning rate followed it."""
+        steps = self._scaled_by_loop
+        if not all(each.is_undivided and each.lr > 0 for each in steps):
+            return
+        for before, after in pairwise(steps):
+            fallen = before.factor / after.factor
+            if fallen != 1 and abs(math.log2(after.lr / before.lr / fallen)) >= 0.5:
+                found = SteppedOnChangingScale(
+                    step=after.step, before=before.factor, after=steps[-1].factor, steps=len(steps)
+                )
+                self._record(found)
+                return
+
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _judge(self, step: int, seen: _Step, ever: frozenset[str]) -> None:
@@ -306,6 +335,10 @@ class HandedOver(Measuring):
         if seen.is_measured and seen.stepping and not seen.with_masters and is_whole:
             at_step = dict.fromkeys(seen.stepping, 0.0) | seen.read("handed")
             self._lost.judge(step, seen.lost, seen.read("given"), at_step)
+            if not seen.is_scaled and seen.multiplied_by and is_power_of_two(seen.multiplied_by):
+                factors = set(ratios(seen.read("given"), seen.read("handed")).values())
+                seen_scaled = _ScaledByLoop(step, seen.multiplied_by, seen.lr, factors == {1.0})
+                self._scaled_by_loop += [seen_scaled] if factors else []
         handed = seen.read("masters")
         # A loop may skip a step by passing no gradients to its optimizer.
         is_skipped = bool(_broken(given)) and not handed
@@ -425,23 +458,6 @@ def _left_over(seen: _Step) -> Iterator[Record]:
     if old and all(any(value != 0 for value in values.values()) for values in left):
         largest, of = max(filter(math.isfinite, left[0].values()), default=0.0), len(seen.read("given"))
         yield LeftOver(names=tuple(old), parameters=len(old), of=of, largest=largest, not_finite=len(_broken(left[0])))
-
-
-def _constant_factor(losses: Sequence[torch.Tensor]) -> float | None:
-    """Return the constant factor of a single loss's last operation; None if it has none. Never waits for a device."""
-    if len(losses) != 1:
-        return None
-    node: Any = losses[0].grad_fn
-    if node is None or node.name() not in ("MulBackward0", "DivBackward0"):
-        return None
-    try:
-        other = node._saved_other
-    except (AttributeError, RuntimeError):
-        # It was not saved, or has been freed.
-        return None
-    if not isinstance(other, torch.Tensor) or other.requires_grad:
-        return None
-    return factor_of(node.name()[:3].lower(), other)
 
 
 def ratios(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpinspect.ranges.capture.backward_scale import factor_of
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.faults.measure.flushed import factor_of
 from mpinspect.ranges.faults.measure.twins import distance
 from mpinspect.ranges.records import FrozenBuffer, GrowingSum, Record
 from mpinspect.runtime.storages import StorageReference, storage_key

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mpinspect.ranges.faults.measure.flushed import factor_of
+from mpinspect.ranges.capture.backward_scale import factor_of
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums, follows
 from mpinspect.ranges.faults.measure.twins import OF_NARROW, Marks
 from mpinspect.runtime.storages import has_storage, storage_key

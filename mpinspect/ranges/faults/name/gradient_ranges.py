@@ -17,7 +17,7 @@ from mpinspect.ranges.analysis.scale_words import in_steps
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.faults.name.case import MOST_LAYERS_LISTED, Case, FP32Weights
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.faults.name.scaler_missing import crowded, divisors, loss_factor
+from mpinspect.ranges.faults.name.scaler_missing import crowded, divisors
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, GRADIENT_KINDS, WEIGHT_GRADIENT, phrase
 from mpinspect.ranges.records import WeightGrowth
 from mpinspect.ranges.session import Session
@@ -57,7 +57,7 @@ def _scale_unknown(case: Case) -> Iterator[Found]:
     if not case.progress.scale_known:
         # Other backwards of the run have a scaler, or a loop by hand has a finding of its own.
         is_known_elsewhere = bool(case.scalers) and any(change.scale for change in case.progress.scales)
-        is_mild = is_known_elsewhere or divisors(case) is not None or loss_factor(case) is not None
+        is_mild = is_known_elsewhere or divisors(case) is not None
         reason = {"reason": case.advised.advice.reason}
         yield Found(_Unknown.AS_THEY_ARRIVED, reason, fix=_Unknown.GIVE.when(not is_mild), is_mild=is_mild)
 

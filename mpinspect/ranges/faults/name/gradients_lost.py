@@ -160,15 +160,17 @@ def _steps_stopped(case: Case) -> Iterator[Found]:
             is_inferred=True,
         )
     for measured in case.recorded(StepsStopped):
-        yield Found(
-            (_Stopped.STOPPED, _Stopped.MAY_ADD_UP),
-            {"backwards": measured.backwards, "most": measured.most},
-            {"last_step": measured.step - 1},
-            _Stopped.ZERO_FIRST,
-            _Stopped.ZERO_FIRST_IN_LOOP,
-            step=measured.step,
-            is_inferred=True,
-        )
+        # Gradients that are cleared may be of an attribution.
+        if not measured.cleared:
+            yield Found(
+                (_Stopped.STOPPED, _Stopped.MAY_ADD_UP),
+                {"backwards": measured.backwards, "most": measured.most},
+                {"last_step": measured.step - 1},
+                _Stopped.ZERO_FIRST,
+                _Stopped.ZERO_FIRST_IN_LOOP,
+                step=measured.step,
+                is_inferred=True,
+            )
 
 
 class _Still(Sentences):

@@ -16,14 +16,11 @@ from mpinspect.ranges.faults.name.case import Case, FP32Weights, grouped, is_pow
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.scaling import ALIKE, LOG2_INITIAL, Scaler, log2_of, skips_of
 from mpinspect.ranges.kinds import GRADIENT_KINDS
-from mpinspect.ranges.records import ChangedBeforeStep, DividedInHalf, LossFactor, MastersGivenSmaller
+from mpinspect.ranges.records import ChangedBeforeStep, DividedInHalf, MastersGivenSmaller
 from mpinspect.ranges.session import DROPPED, TAKEN, Event
 from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import number_or_power
-
-#: A loop without masters that multiplies all losses by a smaller power of two weighs them.
-_LEAST_SCALE = 128.0
 
 
 class _OfNoUse(Sentences):
@@ -66,7 +63,6 @@ class _Missing(Sentences):
         "The gradients that its optimizer gets are {times} times smaller than the backward's, as in a loop that multiplies its "
         "loss by a scale by hand{clips}: the scale is not known{nor_skips}."
     )
-    LOSS_BY_HAND = "The loop multiplies its loss by {factor:scale} by hand, and the inspector was not given that scale."
     STEPPED_ON_OVERFLOW = "Nothing skips a step that overflows, as step {broken_step} did."
     OVERFLOWED = "Step {broken_step} overflowed, and whether the loop skips such steps is not known."
     FLUSHES_AND_DROPS = (
@@ -114,13 +110,14 @@ _MADE: dict[_Missing, tuple[_Missing, _Missing | Scaler, _Missing | Scaler]] = {
 def _scaler_missing(case: Case) -> Iterator[Found]:
     """An FP16 run in which no scaled loss was seen, or whose scaler is disabled.
 
-    False alarms: A loop that scales by hand looks the same until the inspector is given the scale. If all gradients reach the
-    optimizer or its masters divided by one factor, the severity is info.
+    False alarms: A loop that scales by hand is recognised by a loss that it multiplies by a power of two of at least 128 (of at
+    least 2 if weights are FP16). With other factors it looks the same until the inspector is given the scale. If all gradients
+    reach the optimizer or its masters divided by one factor, the severity is info.
     """
     if not case.precision.weights or run_format(case.session) != FLOAT16 or not case.progress.backwards or case.scalers:
         return
     if any(change.scale not in (1.0, None) for change in case.progress.scales):
-        # The loop scales by hand, and the inspector was given the scale.
+        # The loop scales by hand.
         return
     overflowed = [event for event in skips_of(case) if event.value == "inf" and event.forward_finite]
     dropped = next((event for event in overflowed if event.story == DROPPED), None)
@@ -129,11 +126,6 @@ def _scaler_missing(case: Case) -> Iterator[Found]:
         yield _scaled_by_hand(by_hand, dropped, case)
     elif overflowed and dropped is None:
         yield _unskipped(overflowed, case)
-    elif (multiplied := loss_factor(case)) is not None:
-        no_scaler, words = _disabled(case)
-        words |= {"factor": multiplied.factor}
-        evidence = {"backwards": case.progress.backwards, "factor": multiplied.factor}
-        yield Found((no_scaler, _Missing.LOSS_BY_HAND), evidence, words, _Missing.GIVE_SCALE, is_mild=True)
     else:
         yield _unscaled(dropped, case)
 
@@ -253,17 +245,6 @@ def _room(case: Case) -> int | None:
     gradients = [window.histogram for key, window in case.totals.items() if key.kind in GRADIENT_KINDS]
     highest = [k for histogram in gradients if (k := histogram.max_log2_scale(FLOAT16)) is not None]
     return min(highest, default=None)
-
-
-def loss_factor(case: Case) -> LossFactor | None:
-    """Return the constant factor of all losses of a loop that scales by hand; None if there is none.
-
-    Without masters, which take divided gradients, a factor is taken for a scale if it is large: a loop may have put it into its
-    learning rate, or its optimizer divides by the gradients' own size.
-    """
-    factor = next(case.recorded(LossFactor), None)
-    is_scale = factor is not None and (case.precision.has_masters or factor.factor >= _LEAST_SCALE)
-    return factor if is_scale else None
 
 
 def divisors(case: Case) -> tuple[float, float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -12,7 +13,7 @@ from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.replaced import replaced
 from mpinspect.ranges.kinds import phrase
-from mpinspect.ranges.records import NewScalers
+from mpinspect.ranges.records import NewScalers, StepsStopped
 from mpinspect.ranges.session import SKIPPED, Event
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import and_more, filled
@@ -290,6 +291,7 @@ class _High(Sentences):
         "finite."
     )
     SKIPPED = "{skipped} of {steps} steps were skipped, without any update."
+    STOPPED = "No optimizer step followed in the last {backwards:.0f} backwards: the loop drops gradients that are not finite."
     STEPPED = "The optimizer stepped on infinities in step {stepped_in}."
     STEPPED_ON_REPLACED = (
         "The optimizer still stepped ({stepped} of {steps} steps), on gradients that had been made finite."
@@ -315,12 +317,15 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
     if _made_anew(case) is not None or len(_restarts(case)) > 1:
         # The reason why the scale stays has a finding of its own.
         return
-    if not over or len({event.step for event in skips}) < max(_MOST * steps, 1):
+    stopped = next((each for each in case.recorded(StepsStopped) if over and _stays(over[-1], each)), None)
+    if stopped is not None:
+        over = [dataclasses.replace(over[-1], loss_scale=stopped.loss_scale)]
+    elif not over or len({event.step for event in skips}) < max(_MOST * steps, 1):
         return
     first, last = over[0].loss_scale or 0.0, over[-1].loss_scale or 0.0
     stepped = [event for event in over if event.skipped is False]
     came_down = math.isfinite(first) and last <= first / 2
-    if came_down or (not stepped and len(over) < _FEWEST_STEPS):
+    if came_down or (not stepped and stopped is None and len(over) < _FEWEST_STEPS):
         return
     on_replaced = bool(stepped and replaced(case))
     wanted = _wanted(first, case)
@@ -330,18 +335,21 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
     if wanted:
         fix, code = _High.BEGIN.when(case.scalers) or _High.SCALE_BY, Scaler.BEGINNING_AT
     is_hidden = on_replaced and case.scalers
+    outcome = _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped)
+    outcome = outcome or _High.STOPPED.when(stopped) or _High.SKIPPED
     # A single update() after an overflow would have changed the scale.
     is_never_updated = first == last and any(each.type == "GradScaler" and each.backoff_factor for each in case.scalers)
     if is_never_updated and not stepped and not backoff:
         fix, code = _High.UPDATE, _High.STEP_AND_UPDATE
     yield Found(
-        (_High.STAYS, _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped) or _High.SKIPPED),
+        (_High.STAYS, outcome),
         {"loss_scale": first, "overflowing_steps": len(over), "steps": steps, "recommended": wanted},
         {
             "skipped": len(skips),
             "stepped": len({each.step for each in stepped}),
             "stepped_in": next((each.step for each in stepped), None),
             "backoff": backoff,
+            "backwards": stopped and stopped.backwards,
             "log2_start": round(log2_of(wanted or 1.0)),
         },
         (_High.TAKE_REPLACEMENT_OUT.when(is_hidden) or fix, _High.BACKOFF.when(backoff)),
@@ -349,6 +357,13 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
         layer=over[0].module,
         step=over[0].step,
     )
+
+
+def _stays(overflow: Event, stopped: StepsStopped) -> bool:
+    """Return whether a loop's own scale hardly fell while the loop dropped each backward after this overflow."""
+    if overflow.step != stopped.step or not overflow.loss_scale or not (stopped.loss_scale or 0) > 1:
+        return False
+    return 4 * (log2_of(overflow.loss_scale) - log2_of(stopped.loss_scale or 1.0)) < stopped.backwards
 
 
 def _wanted(first: float, case: Case) -> float | None:

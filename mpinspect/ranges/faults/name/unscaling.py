@@ -15,6 +15,7 @@ from mpinspect.ranges.records import (
     DividedInHalf,
     GradientsUnderflow,
     MixedPowers,
+    SteppedOnChangingScale,
     SteppedWhileScaled,
     UnscaledAgain,
     UnscaledNeverScaled,
@@ -60,6 +61,15 @@ class _Unscale(Sentences):
         "In step {step}{again} the optimizer stepped with gradients that were still multiplied by the loss scale{of_scale}: "
         "scaler.unscale_() was called before the last micro-batch's backward, and scaler.step() divides once. Compared with the "
         "later micro-batches, those before that call count for nothing."
+    )
+    CHANGING = (
+        "The loop multiplies its loss by a scale of its own, and its optimizer steps on the gradients undivided. The scale "
+        "changed, from {before:scale} before step {step} to {after:scale}, and the sizes of all gradients with it: the "
+        "optimizer's states mix gradients of different scales."
+    )
+    DIVIDE = "Divide the gradients by the scale before each step, in FP32; torch.amp.GradScaler does so."
+    DIVIDE_GRADIENTS = (
+        "# before {at_step}\nfor p in model.parameters():\n    if p.grad is not None:\n        p.grad.div_(scale)"
     )
     UNSCALE_FIRST = "Unscale before clipping or reading gradients."
     UNSCALE_ALL = "Unscale the gradients of every optimizer before clipping them together."
@@ -107,6 +117,9 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
         if scale and scale > 1 and (stepped.divided_early or stepped.factor * scale > _UNSCALED_BY_HAND):
             yield Found.of(case, [stepped], says, fix, code, evidence={"loss_scale": scale}, is_grave=True)
             return
+    for changing in case.recorded(SteppedOnChangingScale):
+        says, fix, code = _Unscale.CHANGING, _Unscale.DIVIDE, _Unscale.DIVIDE_GRADIENTS
+        yield Found.of(case, [changing], says, fix, code, is_grave=True)
     if not changed:
         yield from _limit_of_scaled(case)
 
