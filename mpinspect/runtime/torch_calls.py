@@ -79,9 +79,13 @@ BACKWARD = Calls((torch.autograd, "backward"), tensors=0)
 #: Listeners receive the outputs, the inputs and whether a graph of the gradients is made (None: no); after the call, also the
 #: gradients that were returned.
 GRADIENTS = Calls((torch.autograd, "grad"), outputs=0, inputs=1, create_graph=4)
-#: ``clip_grad_norm_`` calls this function with the norm that it has found. Private; seen in torch 2.13.
+#: ``clip_grad_norm_`` calls this function with its limit and the norm that it has found. Private; seen in torch 2.13.
 CLIP_WITH_NORM = Calls(
-    (clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_"), parameters=0, total_norm=2
+    (clip_grad, "_clip_grads_with_norm_"),
+    (torch.nn.utils, "clip_grads_with_norm_"),
+    parameters=0,
+    max_norm=1,
+    total_norm=2,
 )
 #: An autocast region is made by this function. Listeners receive the type of its device, and whether it is enabled (None: yes).
 AUTOCAST_MADE = Calls((torch.amp.autocast_mode.autocast, "__init__"), device_type=1, enabled=3)

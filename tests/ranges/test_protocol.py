@@ -1,6 +1,7 @@
 """The training loop's protocol: loss scales by hand, and masters that are overwritten with their weights."""
 
 import gc
+import math
 import weakref
 
 import pytest
@@ -12,8 +13,19 @@ from trainings import take_step
 from mpinspect import Inspector
 
 
-def by_hand(multiplied, divided, *, steps=10, of_loss=lambda loss, scale: loss * scale, lr=lambda step: 0.01):
-    """Train with a loss scaled by hand; ``multiplied`` and ``divided`` return the factors of a step."""
+def by_hand(
+    multiplied,
+    divided,
+    *,
+    steps=10,
+    of_loss=lambda loss, scale: loss * scale,
+    lr=lambda step: 0.01,
+    limits=(math.inf, math.inf),
+):
+    """Train with a loss scaled by hand; ``multiplied`` and ``divided`` return the factors of a step.
+
+    ``limits``: of the gradients' norm before and after the division.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -23,8 +35,10 @@ def by_hand(multiplied, divided, *, steps=10, of_loss=lambda loss, scale: loss *
                 loss = model(torch.randn(16, 8)).float().square().mean()
             optimizer.zero_grad()
             of_loss(loss, multiplied(step)).backward()
+            nn.utils.clip_grad_norm_(list(model.parameters()), limits[0])
             for parameter in model.parameters():
                 parameter.grad.div_(divided(step))
+            nn.utils.clip_grad_norm_(list(model.parameters()), limits[1])
             optimizer.param_groups[0]["lr"] = lr(step)
             optimizer.step()
     return {finding.id: finding for finding in analyse(inspector.session()).findings}
@@ -66,11 +80,11 @@ def test_a_loss_divided_by_the_inverse_scale_is_recognised():
 @pytest.mark.parametrize(
     ("multiplied", "divided", "lr", "is_found"),
     [
-        (lambda step: 512.0 if step < 3 else 256.0, lambda step: 1.0, lambda step: 0.01, True),
-        (lambda step: 512.0, lambda step: 1.0, lambda step: 0.01 / (1 + step), False),
-        (lambda step: 2.0 ** (9 + step), lambda step: 1.0, lambda step: 0.01 / 2.0**step, False),
+        (lambda step: 512.0 if step < 3 else 256.0, lambda step: 1.0, lambda step: 1e-5, True),
+        (lambda step: 512.0, lambda step: 1.0, lambda step: 1e-5 / (1 + step), False),
+        (lambda step: 2.0 ** (9 + step), lambda step: 1.0, lambda step: 1e-5 / 2.0**step, False),
         (lambda step: 2.0 ** (9 + step), lambda step: 2.0 ** (9 + step), lambda step: 0.01, False),
-        (lambda step: 512.0 if step < 3 else 256.0, lambda step: 512.0 if step == 4 else 1.0, lambda step: 0.01, False),
+        (lambda step: 512.0 if step < 3 else 256.0, lambda step: 512.0 if step == 4 else 1.0, lambda step: 1e-5, False),
     ],
     ids=["changed", "constant", "in the learning rate", "divided", "divided in one step"],
 )
@@ -81,6 +95,16 @@ def test_steps_on_gradients_of_a_scale_that_changed_are_reported(multiplied, div
         finding = found["unscale-missing"]
         assert (finding.severity, finding.step) == ("error", 3)
         assert (finding.evidence["before"], finding.evidence["after"]) == (512.0, 256.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "is_found"), [((1e-3, math.inf), True), ((1e3, math.inf), False), ((math.inf, 1e-3), False)]
+)
+def test_a_clip_before_the_division_by_a_loops_own_scale_is_reported(limits, is_found):
+    found = by_hand(lambda step: 1024.0, lambda step: 1024.0, limits=limits)
+    assert ("unscale-missing" in found) is is_found
+    if is_found:
+        assert (found["unscale-missing"].step, found["unscale-missing"].evidence["loss_scale"]) == (0, 1024.0)
 
 
 def until_it_overflows(floor, *, overflows_from=6, steps=40):

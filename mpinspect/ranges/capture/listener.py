@@ -134,7 +134,7 @@ class Listener(Guarded):
             observer.autocast_cache_cleared()
 
     @entrance
-    def clipping(self, parameters: Any, norm: Any) -> None:
+    def clipping(self, parameters: Any, limit: Any, norm: Any) -> None:
         """Notify the observers that the gradients of these parameters are about to be clipped by their norm."""
         # A generator is left to torch, since it can be consumed only once.
         if (
@@ -147,7 +147,7 @@ class Listener(Guarded):
         if watched:
             self._waiting.finish_left_behind()
             for observer in self._dispatcher.at_work:
-                observer.clipping(watched, norm)
+                observer.clipping(watched, limit, norm)
 
     @entrance
     def gradients_asked_for(self, outputs: Any, inputs: Any, makes_graph: Any) -> None:

@@ -220,8 +220,13 @@ class Observer:
     def unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Handle the end of that division."""
 
-    def clipping(self, parameters: list[WatchedParameter], norm: torch.Tensor) -> None:
-        """Prepare for the gradients of these parameters of the model to be clipped; ``norm``: of these and perhaps others."""
+    def clipping(self, parameters: list[WatchedParameter], limit: object, norm: torch.Tensor) -> None:
+        """Prepare for the gradients of these parameters of the model to be clipped.
+
+        Args:
+            limit: the largest norm, a number or a tensor.
+            norm: the norm of these gradients and perhaps others.
+        """
 
     def autocast_made(self, device: str, enabled: bool) -> None:
         """Handle that an autocast region for a type of device is about to be made."""

@@ -329,7 +329,7 @@ class Watch(Observer):
             self._log.skipped = True
             self._weight_gradients(self._optimizers.parameters(optimizer))
 
-    def clipping(self, parameters: list[WatchedParameter], norm: torch.Tensor) -> None:
+    def clipping(self, parameters: list[WatchedParameter], limit: object, norm: torch.Tensor) -> None:
         """Read the norm and, only if it is not finite, its gradients: clipping would spread a NaN to all of them."""
         log = self._log
         if not log.reads_at_optimizers or log.is_checked or not device_magnitudes.is_on_device(norm):

@@ -52,6 +52,8 @@ _MOST_BACKWARDS, _MOST_IF_LOST = 4, 32
 _HOW_CALLED = {None: "not_called", True: "called", False: "without_graph"}
 #: Ratios that differ by at most this relative amount count as equal, because FP32 rounds each element separately.
 _SAME = 1e-3
+#: A clip that multiplies scaled gradients by less changes the step.
+_CLIPPED = 0.9
 #: Gradients that are smaller by this factor or more at the masters count as divided, for example by a loss scale.
 _DIVIDED = 2.0
 
@@ -86,6 +88,7 @@ class _Step:
         stepping, with_masters: the parameters that an optimizer steps, and those whose masters it steps.
         backwards: the number of the step's backwards.
         is_scaled: whether a scaler multiplied losses.
+        scale: the loss scale of the last backward; None if the host does not know it.
         multiplied_by: the constant factor that the loop applied to the loss of the last backward; None without one.
         lr: the learning rate of the first parameter group of the last optimizer that stepped; NaN if it is no number or the
             optimizer is not torch's.
@@ -110,6 +113,7 @@ class _Step:
     with_masters: set[str] = field(default_factory=set)
     backwards: int = 0
     is_scaled: bool = False
+    scale: float | None = None
     multiplied_by: float | None = None
     lr: float = math.nan
     scaled: set[str] = field(default_factory=set)
@@ -196,6 +200,7 @@ class HandedOver(Measuring):
         """Record that gradients have arrived, and whether their backward's loss was scaled."""
         names = [each.watched.name for each in gradients]
         self._now.arrived.update(names)
+        self._now.scale = backward.scale.value
         if backward.scale.value != 1.0:
             self._now.scaled.update(names)
         if backward.scale.is_aside:
@@ -209,6 +214,14 @@ class HandedOver(Measuring):
         self._now.with_masters.clear()
         self._add("given", self._parameters)
         self._now.lost.last = self._now.moments["given"][-1]
+
+    def clipping(self, parameters: list[WatchedParameter], limit: object, norm: torch.Tensor) -> None:
+        """Record the gradients that a loop with a scale of its own is about to clip."""
+        is_first = self.at_work and not self._now.moments["clipped"]
+        # A loop may clip to infinity for the norm alone.
+        is_limited = not isinstance(limit, float) or limit < math.inf
+        if is_first and is_limited and not self._now.is_scaled and (self._now.scale or 0) > 1:
+            self._add("clipped", parameters)
 
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the gradients before a scaler unscales them."""
@@ -335,10 +348,7 @@ class HandedOver(Measuring):
         if seen.is_measured and seen.stepping and not seen.with_masters and is_whole:
             at_step = dict.fromkeys(seen.stepping, 0.0) | seen.read("handed")
             self._lost.judge(step, seen.lost, seen.read("given"), at_step)
-            if not seen.is_scaled and seen.multiplied_by and is_power_of_two(seen.multiplied_by):
-                factors = set(ratios(seen.read("given"), seen.read("handed")).values())
-                seen_scaled = _ScaledByLoop(step, seen.multiplied_by, seen.lr, factors == {1.0})
-                self._scaled_by_loop += [seen_scaled] if factors else []
+            self._scaled_by_loop += _scaled_by_loop(step, seen)
         handed = seen.read("masters")
         # A loop may skip a step by passing no gradients to its optimizer.
         is_skipped = bool(_broken(given)) and not handed
@@ -382,6 +392,7 @@ def _changed(seen: _Step) -> Iterator[Record]:
     yield _change(ChangedWhileScaled, factors, names, at_limit=float(at_limit))
     # A gradient that is None at the optimizer's step counts as zero.
     handed = dict.fromkeys(seen.stepping, 0.0) | seen.read("handed")
+    yield _clipped_by_loop(seen, given, handed)
     # The changes between the last known gradients (after unscaling if there is a scaler) and the optimizer's step.
     before, moment = (unscaled, "unscaled") if unscaled else (given, "given")
     zeroed = [name for name, ratio in ratios(before, handed).items() if ratio == 0 or math.isnan(ratio)]
@@ -394,6 +405,21 @@ def _changed(seen: _Step) -> Iterator[Record]:
     yield _change(SteppedWhileScaled, still, still, divided_early=bool(seen.divided_early))
     replaced = [name for name in _broken(given) if math.isfinite(handed.get(name, math.nan))]
     yield ReplacedBeforeStep(names=tuple(replaced), of=len(given))
+
+
+def _scaled_by_loop(step: int, seen: _Step) -> Iterator[_ScaledByLoop]:
+    """Yield the step if the loop itself multiplied its loss by a power of two and all gradients stayed finite."""
+    factors = ratios(seen.read("given"), seen.read("handed")).values()
+    scale = seen.multiplied_by
+    if scale and is_power_of_two(scale) and not seen.is_scaled and factors and all(map(math.isfinite, factors)):
+        yield _ScaledByLoop(step, scale, seen.lr, is_undivided=set(factors) == {1.0})
+
+
+def _clipped_by_loop(seen: _Step, given: Mapping[str, float], handed: Mapping[str, float]) -> Record:
+    """Return the change by a clip of gradients that the loop divides by its own scale afterwards."""
+    undivided = {name for name, ratio in ratios(given, seen.read("clipped")).items() if ratio == 1}
+    changed = {name: ratio * (seen.scale or 1.0) for name, ratio in ratios(given, handed).items() if name in undivided}
+    return _change(ChangedWhileScaled, changed, [name for name, ratio in changed.items() if ratio < _CLIPPED])
 
 
 def _changed_in_masters(seen: _Step, given: Mapping[str, float], handed: Mapping[str, float]) -> Iterator[Record]:

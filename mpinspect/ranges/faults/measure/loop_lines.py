@@ -49,7 +49,7 @@ class LoopLines(Measuring):
         """Find the line that unscales the gradients, unless the scaler's step does."""
         self._find("unscale", "unscale_(")
 
-    def clipping(self, parameters: list[WatchedParameter], norm: torch.Tensor) -> None:
+    def clipping(self, parameters: list[WatchedParameter], limit: object, norm: torch.Tensor) -> None:
         """Find the line that clips the gradients."""
         self._find("clip", "clip")
 

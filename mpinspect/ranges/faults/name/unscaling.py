@@ -72,6 +72,8 @@ class _Unscale(Sentences):
         "# before {at_step}\nfor p in model.parameters():\n    if p.grad is not None:\n        p.grad.div_(scale)"
     )
     UNSCALE_FIRST = "Unscale before clipping or reading gradients."
+    DIVIDE_FIRST = "Divide the gradients by the scale before clipping or reading them."
+    DIVIDE_BEFORE_CLIP = "# before {at_clip}\nfor p in model.parameters():\n    p.grad.div_(scale)"
     UNSCALE_ALL = "Unscale the gradients of every optimizer before clipping them together."
     LET_SCALER_STEP = (
         "Let the scaler step the optimizer: it divides by the scale first, and skips a step that overflowed."
@@ -104,6 +106,8 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
         says, fix, code = _Unscale.CHANGED, _Unscale.UNSCALE_FIRST, _Unscale.AFTER_BACKWARD
         if changed[0].is_uniform:
             says, code = _Unscale.CLIPPED, _Unscale.BEFORE_CLIP
+        if not case.scalers:
+            fix, code = _Unscale.DIVIDE_FIRST, _Unscale.DIVIDE_BEFORE_CLIP
         if any(_are_clipped_together(changed[0], others) for others in case.recorded(ChangedBeforeStep)):
             says, fix, code = _Unscale.PARTLY, _Unscale.UNSCALE_ALL, _Unscale.ALL_BEFORE_CLIP
         scale = case.progress.scale_at(changed[0].step)
