@@ -261,17 +261,20 @@ def _negative(node: Any) -> str:
     return "of a negative number" + ROUNDED_DIFFERENCE * (is_difference and is_rounded)
 
 
-def _zero(node: Any) -> str:
-    """Return an argument that is zero in words: if it is a difference in 16 bits itself, rounding may have made it."""
-    made = _maker(node)
-    is_difference = made is not None and made.name().startswith(("Sub", "Rsub"))
-    dtype = dtype_of(made) if is_difference else None
-    return "of zero" + ROUNDED_DIFFERENCE * (dtype is not None and dtype.itemsize == 2)
+def _zero(node: Any, operand: int = 0) -> str:
+    """Return an argument that is zero in words: if it is a difference in 16 bits, or a product of one, rounding may have made it."""
+    made = [_maker(node, operand)]
+    for each in made:
+        if each is not None and each.name().startswith(_PRODUCTS) and len(made) < _NEARBY:
+            made += [_maker(each, place) for place in range(len(each.next_functions))]
+    differences = [each for each in made if each is not None and each.name().startswith(("Sub", "Rsub"))]
+    is_rounded = any(dtype.itemsize == 2 for each in differences if (dtype := dtype_of(each)) is not None)
+    return "of zero" + ROUNDED_DIFFERENCE * is_rounded
 
 
-def _maker(node: Any) -> Any:
-    """Return the node that made the values of a node's argument; None for a leaf."""
-    node = node.next_functions[0][0]
+def _maker(node: Any, operand: int = 0) -> Any:
+    """Return the node that made the values of one of a node's arguments; None for a leaf."""
+    node = node.next_functions[operand][0]
     while node is not None and node.name().startswith((*SAME_VALUES, *_SOME_VALUES)):
         node = node.next_functions[0][0]
     return node
@@ -289,7 +292,7 @@ def _divide(node: Any, name: str) -> _Found:
         zero_rows = zero.expand_as(above) & (above == 0)
         if bool(zero_rows.any()):
             return "zero-row", "a division", "of a row of zeros by its own zero", zero
-    return "argument", "a division", "by zero", zero
+    return "argument", "a division", _zero(node, 1).replace("of zero", "by zero"), zero
 
 
 def _infinite_numerator(node: Any, name: str) -> _Found:
@@ -540,6 +543,8 @@ SAME_VALUES = (
 )
 #: Maximum number of nodes among which the difference is searched that left a negative number.
 _NEARBY = 12
+#: Nodes whose result is zero if one of their arguments is.
+_PRODUCTS = ("Mul", "Sqrt", "Pow", "Square", "Abs", "Neg")
 #: Nodes that return some of their argument's values, or bound them.
 _SOME_VALUES = ("Index", "Gather", "Select", "Slice", "Clamp")
 _MATRIX_PRODUCTS = ("Mm", "Bmm", "Addmm")
