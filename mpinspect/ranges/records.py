@@ -933,6 +933,8 @@ class FlushedResult(Record, kind="second-flushed"):
         elements: the number of results that are not zero in FP32.
         largest: the largest exact magnitude that became zero.
         times: how many results at one line these are the figures of.
+        lost: the share of the sum of magnitudes that a cast to FP8 flushes, 0..1.
+        unused: how many powers of two of FP8's range are above the largest value of such a cast.
         rows: the share of rows that lose nearly all of their elements in a cast to FP8 that suits others, 0..1.
         taken: of the sum of magnitudes of an optimizer's gradients, the share that became zero, 0..1; None outside of these.
         emptied, weights: the optimizer's weights whose gradients lost half of theirs or more, and all; 0 in earlier sessions.
@@ -942,6 +944,8 @@ class FlushedResult(Record, kind="second-flushed"):
     flushed: float
     elements: float
     largest: float
+    lost: float = 0.0
+    unused: float = 0.0
     rows: float = 0.0
     exact: float | None = None
     times: float = 1

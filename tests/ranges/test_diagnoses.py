@@ -1751,16 +1751,18 @@ def test_an_optimizer_that_stores_masters_or_rounding_errors_loses_no_updates(ke
 class RoundingStochastically(torch.optim.Adam):
     """Adam of BF16 weights with stochastic rounding; with ``draws=False`` it rounds to nearest."""
 
-    def __init__(self, parameters, draws):
+    def __init__(self, parameters, draws, own_generator=False):
         super().__init__(parameters, lr=1e-4)
         self._draws = draws
+        self._generator = torch.Generator().manual_seed(0) if own_generator else None
 
     @torch.no_grad()
     def step(self, closure=None):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for parameter in self.param_groups[0]["params"]:
             updated = (parameter.float() - 1e-4 * parameter.grad.float().sign()).view(torch.int32)
-            noise = torch.randint_like(updated, 0, 1 << 16) if self._draws else 1 << 15
+            draw = functools.partial(torch.randint, 1 << 16, updated.shape, dtype=torch.int32)
+            noise = draw(generator=self._generator) if self._draws else 1 << 15
             parameter.copy_(((updated + noise) & -65536).view(torch.float32))
         return loss
 
@@ -1786,6 +1788,21 @@ def test_an_optimizer_that_rounds_stochastically_loses_no_updates(draws, closure
     assert bool(named(report, "updates-lost")) == (not draws or closure)
     drawing = "RoundingStochastically (its step draws random numbers)"
     assert (drawing in report.verdict.precision) == (draws and not closure)
+
+
+def test_an_optimizer_that_rounds_with_a_generator_of_its_own_loses_no_updates():
+    model = mlp(torch.bfloat16)
+    optimizer = RoundingStochastically(model.parameters(), draws=True, own_generator=True)
+    assert not named(train(model, optimizer, dtype=torch.bfloat16), "updates-lost")
+
+
+def test_gradients_that_a_frozen_part_keeps_from_its_own_training_are_not_left_over():
+    model = mlp()
+    model(next(iter(batches(1)))[0]).square().mean().backward()
+    model[0].requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert model[0].weight.grad is not None
+    assert not named(train(model, torch.optim.SGD(trained, lr=0.01)), "gradients-never-zeroed")
 
 
 class Compensating(torch.optim.Optimizer):

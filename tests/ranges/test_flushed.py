@@ -1,5 +1,7 @@
 """Values that flush, or that FP8 cuts off, where no count shows it: gradients that a loop divides, casts, clamps."""
 
+import math
+
 import pytest
 import torch
 from agreeing_reports import analyse
@@ -384,6 +386,22 @@ def test_a_cast_to_fp8_that_leaves_zeros_is_named_with_its_line(dtype, size, nam
     assert found.evidence["line"].startswith("test_flushed.py:")
     assert f"in the backward of Cast ({found.evidence['line']}), a cast to {named} flushes 100% of 64 " in found.message
     assert str(dtype) in found.code
+
+
+@pytest.mark.parametrize(("size", "is_found"), [(1e-7, True), (1e-4, True), (10.0, False)])
+def test_a_cast_to_fp8_that_loses_small_values_below_an_unused_range_is_named(size, is_found):
+    """Rows of gradients from ``size`` down to a 128th of it: a larger scale keeps them all."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), CastHead(torch.float8_e5m2, False))
+    weights = size * torch.logspace(0, -7, 64, base=2)[:, None]
+    found = by_id(inspected(model, lambda _: (model(torch.randn(64, 8)).sin() * weights).sum(), 6, second=True))
+    flushed = found.get("operator-flushes")
+    assert (flushed is not None) is is_found
+    if size == 1e-4:
+        assert 0.05 < flushed.evidence["lost"] < 0.5
+        assert flushed.evidence["flushed"] < 0.9
+        assert flushed.evidence["unused"] == pytest.approx(math.log2(57344 / size), abs=2)
+        assert "a scale that uses them keeps the small ones" in flushed.message
 
 
 def test_the_gradient_of_a_cast_in_the_forward_is_cast_to_fp8_too():

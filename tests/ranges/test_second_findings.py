@@ -959,6 +959,14 @@ def test_a_mask_is_not_blamed_for_infinities_that_rounding_makes_in_its_module(l
     assert ("mask-hides-whole-row" in findings(mask, *made, events=(broken(7),))) is is_mask
 
 
+def test_a_mask_whose_finite_numbers_become_infinite_names_their_line():
+    mask = ExaminedMask(name="head", step=7, text="a softmax of a row of only -inf", elements=9)
+    made = replace(born(1e9, ("mul", "train.py:5", "forward")), is_negative=1.0)
+    found = findings(mask, made, precision=FP16, events=(broken(7),))["mask-hides-whole-row"]
+    assert "up to 1e+09 in magnitude, which FP16 makes -inf (train.py:5)" in found.message
+    assert "torch.finfo(scores.dtype).min" in found.code
+
+
 def test_a_forwards_loss_comes_before_a_backwards_that_computes_with_it():
     names = ("index_put", "train.py:9", "backward", "w")
     lost = LostSum(step=1, names=names, text="bfloat16", error=0.4, value=-16, exact=-30, gradients_error=500)

@@ -414,6 +414,23 @@ def test_decay_factors_of_a_parameter_that_round_to_1_are_named_and_saturated_ga
         assert (constant.evidence["elements"], constant.evidence["of"]) == (8, 16)
 
 
+@pytest.mark.parametrize("is_added_back", [True, False])
+def test_the_error_of_a_difference_that_is_added_back_is_none(is_added_back):
+    """A straight-through estimator adds a number's quantisation error, which is mostly the number's rounding, to the number."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for _ in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden = model[:2](torch.randn(32, 16)).float()
+            error = ((hidden * 200).round() / 200 - hidden).detach()
+            given = hidden + error if is_added_back else hidden * error * 100
+            take_step(optimizer, model[2](given).square().mean())
+    found = {each.id for each in inspector.report().findings if each.severity != "info"}
+    assert ("result-is-rounding-error" in found) is not is_added_back
+
+
 EPOCH = 1_700_000_000
 
 

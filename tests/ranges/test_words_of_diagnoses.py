@@ -380,6 +380,22 @@ def test_a_zero_is_said_to_be_a_rounded_difference_where_it_is_one(dtype):
     assert fix.startswith("Compute the terms of this difference in FP32") is (dtype == torch.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_divisor_of_zero_is_said_to_be_a_product_of_rounded_differences_where_it_is_one(dtype):
+    square = torch.tensor([0.9999, 0.5], requires_grad=True).to(torch.bfloat16).to(dtype)
+    found = singular((square / ((1 - square) * (square + 1))).grad_fn)
+    assert found.what == "by zero" + ", a difference of terms rounded to 16 bits" * (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "what"), [(torch.float16, "a sum beyond FP16's largest number, 65504"), (torch.float32, None)]
+)
+def test_the_logarithm_of_a_sum_that_fp16_cannot_hold_names_the_sum(dtype, what):
+    terms = torch.full((2, 40), 2000.0, requires_grad=True)
+    found = singular(terms.to(dtype).sum(1).log().grad_fn)
+    assert (found and f"{found.operator} {found.what}") == what
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_constant_factor_that_is_not_finite_is_seen_on_either_side(is_first):
     constant, variable = torch.tensor([1.0, torch.inf]), torch.ones(2, requires_grad=True)

@@ -41,6 +41,8 @@ _LEAST_LOST = 0.01
 #: The least share of an operator's non-zero results whose loss is recorded.
 _MOSTLY = 0.5
 #: A cast to FP8 is recorded if it flushes this share of the non-zero values, and this share of the sum of magnitudes. A cast with
+#: A scale is too small from this lost share of the sum of magnitudes on, if the range above the largest is unused by this factor.
+_MISSCALED, _UNUSED = 0.05, 64.0
 #: a scale flushes less of that sum, since the largest values survive.
 _NEARLY_ALL, _MOST_OF_SUM = 0.9, 0.5
 #: The least share of the rows of a forward's tensor that nearly vanish in a cast to FP8 with one scale for all rows.
@@ -169,18 +171,18 @@ class Flushes:
 
         The rows of a gradient may differ by any factor: the large ones make the sum. Those of a forward's tensor count alike.
         """
-        is_lost = (value.float() == 0) & (source != 0)
-        lost, of = int(is_lost.sum()), int(torch.count_nonzero(source))
-        are_most = 0 < _NEARLY_ALL * of <= lost
-        rows = _vanishing_rows(is_lost, source) if lost and is_in_forward() else 0.0
-        if not are_most and rows < _VANISHING_ROWS:
-            return
         sizes = source.detach().float().abs()
-        flushed = sizes * is_lost
-        is_whole = are_most and float(flushed.sum()) >= _MOST_OF_SUM * float(sizes.sum())
-        if is_whole or rows >= _VANISHING_ROWS:
-            figures = {"flushed": lost / of, "elements": float(of), "largest": float(flushed.max())}
-            record = describe(FlushedResult, rows=0.0 if is_whole else rows, **figures)
+        is_lost = (value.float() == 0) & (sizes != 0)
+        if not bool(is_lost.any()):
+            return
+        flushed, count, of = sizes * is_lost, int(is_lost.sum()), int(torch.count_nonzero(sizes))
+        lost, unused = float(flushed.sum()) / float(sizes.sum()), torch.finfo(value.dtype).max / float(sizes.max())
+        is_whole = count >= _NEARLY_ALL * of and lost >= _MOST_OF_SUM
+        rows = _vanishing_rows(is_lost, sizes) if is_in_forward() and not is_whole else 0.0
+        if is_whole or rows >= _VANISHING_ROWS or (lost >= _MISSCALED and unused >= _UNUSED):
+            figures = {"flushed": count / of, "elements": float(of), "largest": float(flushed.max())}
+            figures |= {"lost": lost, "unused": math.floor(math.log2(unused))}
+            record = describe(FlushedResult, rows=rows if rows >= _VANISHING_ROWS else 0.0, **figures)
             line = record.names[1]
             self.casts[line] = _together([*filter(None, [self.casts.get(line)]), record])
 
@@ -279,6 +281,8 @@ def _together(records: list[FlushedResult]) -> FlushedResult:
         flushed=sum(each.flushed * each.elements for each in records) / elements,
         elements=elements,
         largest=max(each.largest for each in records),
+        lost=max(each.lost for each in records),
+        unused=min(each.unused for each in records),
         rows=min(each.rows for each in records),
         times=sum(each.times for each in records),
     )

@@ -480,7 +480,9 @@ def _left_over(seen: _Step) -> Iterator[Record]:
     """Yield gradients left over at the step's first backward, unless a later backward began with zeros (zero_grad())."""
     left = [found.read() for found in seen.left]
     # NaN != 0 is true, so left-over NaNs count as well.
-    old = [name for first in left[:1] for name, value in first.items() if value != 0 and name in seen.in_place]
+    # A frozen parameter may keep the last gradient from its training.
+    added_to = seen.in_place & seen.arrived
+    old = [name for first in left[:1] for name, value in first.items() if value != 0 and name in added_to]
     if old and all(any(value != 0 for value in values.values()) for values in left):
         largest, of = max(filter(math.isfinite, left[0].values()), default=0.0), len(seen.read("given"))
         yield LeftOver(names=tuple(old), parameters=len(old), of=of, largest=largest, not_finite=len(_broken(left[0])))

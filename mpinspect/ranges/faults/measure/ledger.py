@@ -189,10 +189,14 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _generators(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the states of the random generators of the CPU and of the parameters' devices; never waits for a device."""
+    """Return the states of the random generators of the CPU, of the parameters' devices and of the optimizer itself.
+
+    Never waits for a device.
+    """
     devices = {parameter.device for parameter in _stepped_by(optimizer) if not parameter.is_cpu}
     states = (torch.get_rng_state(), *map(random_state, sorted(devices, key=str)))
-    return [state for state in states if state is not None]
+    own = [each.get_state() for each in vars(optimizer).values() if isinstance(each, torch.Generator)]
+    return [*(state for state in states if state is not None), *own]
 
 
 def _elements(tensors: Iterable[torch.Tensor]) -> Counter[str]:

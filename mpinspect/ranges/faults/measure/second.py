@@ -167,6 +167,8 @@ class SecondComputation(Recomputation):
         self._additions = Additions(self._kept)
         #: The first difference of numbers too large for FP32 at each line.
         self._coarse: dict[str, AmplifiedError] = {}
+        #: The records of results that are mostly error.
+        self._mostly_error: Marks[AmplifiedError] = Marks()
         #: The dtype that FP32 data had before.
         self._widened: Marks[torch.dtype] = Marks()
         #: The first casts to FP8 by module, phase and format, and the dtypes for whose range a clamp has bounded tensors.
@@ -479,6 +481,7 @@ class SecondComputation(Recomputation):
 
     def _compare_errors(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, inherited: float) -> None:
         """Record a result that is mostly the error of its inputs; ``inherited``: its error relative to the exact one's norm."""
+        self._added_back(pending, inherited)
         if not inherited >= _RAISED or self._kept.is_compensated(value) or self._is_error_of_fp8(pending, value, twin):
             return
         before = self._errors_of(leaves(pending.given[0])) if pending.before is None else pending.before
@@ -489,12 +492,25 @@ class SecondComputation(Recomputation):
             off = value.float() - twin
             origin = self._origins.of([pending.given[0][place] if place else value]) if is_in_forward() or place else ()
             record = self._record(pending, value, AmplifiedError, *origin, before=before, after=inherited)
-            self._add(pending, _at_its_line(record) if place else record, off)
+            record = _at_its_line(record) if place else record
+            self._add(pending, record, off)
+            self._mostly_error.put(value, record)
         elif is_in_forward() and 0 < before <= inherited / _RAISED_TIMES and pending.func.overloadpacket not in _LOSSES:
             known = self._raised
             if known is None or known.after / known.before < inherited / before:
                 origin = self._origins.of([value])
                 self._raised = self._record(pending, value, AmplifiedError, *origin, before=before, after=inherited)
+
+    def _added_back(self, pending: Pending, inherited: float) -> None:
+        """Discard the record of a difference whose error is small in the sum to which it is added.
+
+        A straight-through estimator adds the difference of a number and its quantised value back to the number.
+        """
+        if pending.func.overloadpacket in ADDITIONS and self._mostly_error:
+            for operand in numbers_of(pending.given[0]):
+                record = self._mostly_error.of(operand)
+                if record is not None and inherited <= 2 * record.before and record in self._found[AmplifiedError]:
+                    self._found[AmplifiedError].remove(record)
 
     def _with_inherited(self, pending: Pending, record: AbsorbedOperand) -> AbsorbedOperand:
         """Return the record of an addition with the error that its larger operand had before, and the operator that made it."""

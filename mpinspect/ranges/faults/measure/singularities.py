@@ -249,6 +249,10 @@ def _log(node: Any, name: str) -> _Found:
     if bool(below.any()):
         return _argument("a logarithm", _negative(node), below)
     made = _maker(node)
+    infinite = given == math.inf
+    if made is not None and made.name().startswith("Sum") and dtype_of(made) is torch.float16 and bool(infinite.any()):
+        # Infinite terms would have been found before their sum.
+        return _argument("a sum", BEYOND_FLOAT16, infinite)
     what = _zero(node) + ", the result of a softmax" * (made is not None and made.name().startswith("Softmax"))
     return _argument("a logarithm", what, given == edge)
 
@@ -262,7 +266,7 @@ def _negative(node: Any) -> str:
 
 
 def _zero(node: Any, operand: int = 0) -> str:
-    """Return an argument that is zero in words: if it is a difference in 16 bits, or a product of one, rounding may have made it."""
+    """Return a zero argument in words: rounding may have made it if it is a difference in 16 bits, or a product of one."""
     made = [_maker(node, operand)]
     for each in made:
         if each is not None and each.name().startswith(_PRODUCTS) and len(made) < _NEARBY:

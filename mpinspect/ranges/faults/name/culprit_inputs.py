@@ -259,6 +259,15 @@ class _Mask(Sentences):
         "Leave each row at least one key. A mask of a large finite number of the scores' own dtype, "
         "torch.finfo(scores.dtype).min{in_16_bits}, serves as well."
     )
+    BECAME_INFINITE = (
+        "The mask is made of finite numbers, up to {largest:.3g} in magnitude, which {dtype:format} makes -inf ({line}). In FP32 "
+        "such a row has equal weights."
+    )
+    FINITE_IN_DTYPE = (
+        "Use a number that the scores' own dtype holds, torch.finfo(scores.dtype).min, or compute the scores in FP32. Leave each "
+        "row at least one key, too."
+    )
+    FINITE = "# in place of a number such as -1e9\ntorch.finfo(scores.dtype).min"
     CAUSES = "Possible causes: an empty sample, padding on the wrong side, a mask that is applied twice."
     UNMASK = "# True: visible. A row without keys gets\n# them all; ignore it in the loss\nmask[~mask.any(-1)] = True"
 
@@ -277,8 +286,21 @@ def _mask_hides_whole_row(case: Case) -> Iterator[Found]:
             "places": bracketed(_rows(measured, "index", "indices", "the first dimension")),
             "in_16_bits": " (float32's becomes -inf in 16 bits)" * (run_format(case.session) in (FLOAT16, BFLOAT16)),
         }
-        yield _examined(case, measured, [_Mask.ROWS], (_Mask.KEEP_A_KEY, _Mask.CAUSES), _Mask.UNMASK, words)
+        made = _mask_made_infinite(case, measured)
+        if made is not None:
+            words |= {"largest": made.largest, "dtype": made.text, "line": made.names[1]}
+        says = [_Mask.ROWS, _Mask.BECAME_INFINITE.when(made)]
+        fix = (_Mask.FINITE_IN_DTYPE.when(made) or _Mask.KEEP_A_KEY, _Mask.CAUSES)
+        code, before = _Mask.FINITE.when(made) or _Mask.UNMASK, [made.names[1]] if made else []
+        yield _examined(case, measured, says, fix, code, words, before=before)
         return
+
+
+def _mask_made_infinite(case: Case, mask: ExaminedMask) -> BornInfinite | None:
+    """Return the overflow by which finite numbers of a mask became -inf in its module; None if they were infinite before."""
+    module = _module(case, mask)
+    found = (each for each in case.recorded(BornInfinite) if each.is_negative and each.largest and each.name == module)
+    return next(found, None)
 
 
 def _is_infinity_of_rounding(case: Case, mask: ExaminedMask) -> bool:

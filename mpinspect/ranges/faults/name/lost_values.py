@@ -59,6 +59,8 @@ _OF_WRONG_GRADIENTS = ("non-finite-event", "argument-out-of-range")
 _MANY = 128
 #: The error of gradients that have hardly a right element left.
 _NEARLY_ALL = 0.9
+#: Powers of two of FP8's range whose use is worth a sentence.
+_UNUSED = 6
 #: torch's dtypes of the FP8 formats.
 _FP8_TYPES = {FLOAT8_E4M3.name: "float8_e4m3fn", FLOAT8_E5M2.name: "float8_e5m2"}
 
@@ -324,6 +326,10 @@ class _Flush(Sentences):
         "In step {step}, in {place}, a cast to {dtype:format} with one scale for all rows flushes nearly all values of "
         "{rows:percent} of the rows to zero: others are so much larger. Its lost inputs are up to {largest:.2g}."
     )
+    UNUSED = (
+        "These are {lost:percent} of the sum of magnitudes. The largest value is {unused:.0f} powers of two below the end of "
+        "{dtype:format}'s range: a scale that uses them keeps the small ones."
+    )
     SPOILS = "With it, the gradients of the weights are off by {off_by} of their size, all together{in_step}."
     SCALE_ROWS = (
         "Scale each row by its own largest magnitude before the cast, and divide the product's rows by the scales."
@@ -390,7 +396,8 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
 
     False alarms: The flushed share is measured, and reported from half of the results on. Values that tend to zero, such as
     updates after the training has converged, are reported too. A cast to FP8 is reported if it flushes nine tenths of the values
-    and half of their sum, or nine tenths of the values of a tenth of the rows of a forward's tensor.
+    and half of their sum; nine tenths of the values of a tenth of the rows of a forward's tensor; or a twentieth of the sum while
+    six powers of two of the range above the largest value are unused.
     """
     yield from _casts_flush(case)
     if any(moments_flushed(case)) or any(epsilon_zero(case)):
@@ -415,13 +422,14 @@ def _casts_flush(case: Case) -> Iterator[Found]:
             says, fix, code = _Flush.CAST, _Flush.SCALE, _Flush.SCALED
             if flushed.rows:
                 says, fix, code = _Flush.ROWS, _Flush.SCALE_ROWS, _Flush.SCALED_ROWS
-            yield _of_cast(flushed, case, says, fix, code, words)
+            unused = _Flush.UNUSED.when(not flushed.rows and flushed.unused >= _UNUSED)
+            yield _of_cast(flushed, case, (says, unused), fix, code, words)
 
 
 def _of_cast(
     cast: FlushedResult | SaturatedCast,
     case: Case,
-    says: Sentences,
+    says: tuple[Sentences | None, ...],
     fix: Sentences,
     code: Sentences,
     words: Mapping[str, object],
@@ -432,7 +440,7 @@ def _of_cast(
     in_step = "" if step == cast.step else f", in step {step}"
     words = {"type": _FP8_TYPES[cast.text], "off_by": percent_up_to(error), "in_step": in_step, **words}
     is_grave = error >= _NEARLY_ALL or bool(optimizer_of(cast) and case.has(WeightGrowth))
-    return found_at(cast, (says, _Flush.SPOILS.when(error)), fix, code, words, is_grave=is_grave)
+    return found_at(cast, (*says, _Flush.SPOILS.when(error)), fix, code, words, is_grave=is_grave)
 
 
 def _begins_at(lines: set[str], case: Case) -> Iterator[GradientsError]:
@@ -464,7 +472,7 @@ def _cast_saturates(case: Case) -> Iterator[Found]:
     False alarms: The cut is measured, and reported from 5% of the sum of magnitudes on. Some trainings converge in spite of it.
     """
     for clamp in by_place(case.recorded(SaturatedCast), "lost"):
-        yield _of_cast(clamp, case, _Saturated.CUT, _Saturated.CURRENT_SCALE, _Flush.SCALED, {})
+        yield _of_cast(clamp, case, (_Saturated.CUT,), _Saturated.CURRENT_SCALE, _Flush.SCALED, {})
 
 
 class _Overflows(Sentences):
