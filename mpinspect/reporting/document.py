@@ -378,7 +378,6 @@ def nonempty(*blocks: _B | None) -> tuple[_B, ...]:
 
 
 def is_empty(block: Block) -> bool:
-    """Return whether a block is empty."""
     if isinstance(block, Items):
         return not block.items
     if isinstance(block, Findings):
