@@ -428,7 +428,7 @@ def most(limit: Limit, number: int) -> int:
 
 def static(document: Document) -> Document:
     """Return the document without its front and without widgets, including those of documents inside it."""
-    blocks = tuple(_changed(block, static) for block in document.blocks if not isinstance(block, Widget))
+    blocks = tuple(with_documents(block, static) for block in document.blocks if not isinstance(block, Widget))
     return replace(document, blocks=blocks, front=None)
 
 
@@ -442,15 +442,13 @@ def without_front_sections(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
 def _without_front_parts(block: Block) -> Block:
     if not isinstance(block, Parts):
         return block
-    kept = (part for part in block.parts if not part.is_on_front)
-    return _changed(replace(block, parts=tuple(kept)), _without_front_sections)
+    kept = tuple(part for part in block.parts if not part.is_on_front)
+    return with_documents(
+        replace(block, parts=kept), lambda document: replace(document, blocks=without_front_sections(document.blocks))
+    )
 
 
-def _without_front_sections(document: Document) -> Document:
-    return replace(document, blocks=without_front_sections(document.blocks))
-
-
-def _changed(block: Block, change: Callable[[Document], Document]) -> Block:
+def with_documents(block: Block, change: Callable[[Document], Document]) -> Block:
     """Return parts, each with its document changed, and any other block as it is."""
     if not isinstance(block, Parts):
         return block
