@@ -68,7 +68,7 @@ def count_array(array: AnyArray, divisor: float | None = None, dtype: str = "") 
         row = _count_codes(flat, name, by)
     else:
         native = flat.astype(flat.dtype.newbyteorder("="), copy=False)
-        row = _count_values(native.view(native.real.dtype), by)
+        row = count_values(native.view(native.real.dtype), by)
     return repeated(row, times)
 
 
@@ -96,7 +96,11 @@ def _flat(array: AnyArray) -> tuple[AnyArray, int]:
 # -- float32 and float64 ----------------------------------------------------------------------------------------------
 
 
-def _count_values(values: AnyArray, divisor: float | None) -> IntArray:
+def count_values(values: AnyArray, divisor: float | None = None) -> IntArray:
+    """Return the row of float32 or float64 values, of shape (n,), divided in float64 if there is a divisor.
+
+    The bits are counted, so a flush-denormals mode changes nothing.
+    """
     binary = _BINARY64 if values.dtype == np.float64 or divisor is not None else _BINARY32
     counts = np.zeros(binary.slots, dtype=np.int64)
     low, high = binary.infinity, 0
@@ -107,7 +111,7 @@ def _count_values(values: AnyArray, divisor: float | None) -> IntArray:
         counts += np.bincount(_keys(bits, binary), minlength=binary.slots)
         smallest, largest = _extremes(bits, binary)
         low, high = min(low, smallest), max(high, largest)
-    return _row(counts, _float64_bits(low, binary), _float64_bits(high, binary), binary.layout)
+    return _row(counts, binary.float64_bits(low), binary.float64_bits(high), binary.layout)
 
 
 def _divided(values: npt.NDArray[np.float64], divisor: float) -> npt.NDArray[np.float64]:
@@ -162,15 +166,6 @@ def _widened(values: AnyArray) -> npt.NDArray[np.float64]:
     floats: npt.NDArray[np.float64] = wide.view(np.float64)
     floats[small] = bits[small] * 2.0**-149
     return floats
-
-
-def _float64_bits(magnitude: int, binary: _Binary) -> int:
-    """Return the float64 bits of the value with these magnitude bits, which may be infinity's."""
-    if binary is _BINARY64:
-        return magnitude
-    if magnitude >= binary.infinity:
-        return NO_MINIMUM
-    return int(_widened(np.array([magnitude], dtype=np.int32).view(np.float32)).view(np.int64)[0])
 
 
 # -- narrow encodings ---------------------------------------------------------------------------------------------------

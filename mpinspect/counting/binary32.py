@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from mpinspect.counting.bits import BINARY32, HOST_CHUNK, extremes_on_host, float64_bits, minimum_bits, slots_of
+from mpinspect.counting.bits import BINARY32, HOST_CHUNK, extremes_on_host, slots_of
 from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, NO_MINIMUM, ZEROS
 
 # Bits dropped for the histogram. It retains 4 mantissa bits: with fewer, consecutive values of one exponent would often add to
@@ -108,8 +108,8 @@ class _Counter:
         row[ZEROS] = fields[0] - subnormals.sum()
         row[INFS] = edges[_INF_SLOT]
         row[NANS] = fields[255] - edges[_INF_SLOT]
-        row[MIN_BITS] = minimum_bits(self.low, BINARY32)
-        row[MAX_BITS] = float64_bits(self.high, BINARY32)
+        row[MIN_BITS] = BINARY32.float64_bits(self.low)
+        row[MAX_BITS] = BINARY32.float64_bits(self.high)
         bins = row[HEADER:]
         bins[: len(subnormals)] = subnormals
         threes = bins[len(subnormals) :].reshape(-1, 3)

@@ -12,7 +12,6 @@ of its dtype nor a flush-denormals mode can change a count.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 import torch
@@ -69,15 +68,6 @@ def slots_of(magnitude: torch.Tensor, encoding: Encoding) -> torch.Tensor:
     return slots.add_(3 * m - 1).clamp_min_(0)
 
 
-def count_on_host(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """Return the row of a one-dimensional CPU tensor of bits, counted as one chunk."""
-    if not bits.numel():
-        return row_of(torch.zeros(encoding.slots, dtype=torch.int64, device="cpu"), NO_MINIMUM, 0, encoding)
-    magnitude = bits & encoding.magnitude_mask
-    counts = torch.bincount(slots_of(magnitude, encoding), minlength=encoding.slots)
-    return row_of(counts, *extremes_on_host(magnitude, encoding), encoding)
-
-
 def extremes_on_host(
     magnitude: torch.Tensor, encoding: Encoding, scratch: torch.Tensor | None = None
 ) -> tuple[int, int]:
@@ -109,28 +99,13 @@ def row_of(counts: torch.Tensor, low: int, high: int, encoding: Encoding) -> tor
         counts: int64, shape (encoding.slots,).
         low, high: results of ``extremes_on_host``.
     """
-    ends = torch.tensor((minimum_bits(low, encoding), float64_bits(high, encoding)), dtype=torch.int64, device="cpu")
+    ends = torch.tensor((encoding.float64_bits(low), encoding.float64_bits(high)), dtype=torch.int64, device="cpu")
     return torch.cat((counts[:1], counts[-2:], ends, counts[1:-2]))
-
-
-def minimum_bits(low: int, encoding: Encoding) -> int:
-    """Return a row's entry for the smallest non-zero finite magnitude, given its bits; they are larger if there is none."""
-    return float64_bits(low, encoding) if low < encoding.infinity else NO_MINIMUM
 
 
 def encoding_of(dtype: torch.dtype) -> Encoding:
     """Return the encoding whose row holds values of this dtype."""
     return BINARY64 if dtype == torch.float64 else BINARY32
-
-
-def float64_bits(magnitude: int, encoding: Encoding) -> int:
-    """Return the float64 bits of the finite value with these magnitude bits."""
-    if encoding is BINARY64:
-        return magnitude
-    if magnitude >= BINARY32.min_normal:
-        return (magnitude << 29) + (_REBIAS << 52)
-    bits: int = struct.unpack("<q", struct.pack("<d", magnitude * 2.0**-149))[0]
-    return bits
 
 
 def count_on_device(bits: torch.Tensor, encoding: Encoding) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Counts and quantises tensors in blocks that share a scale, on any device; ``cpu.blocks`` and ``cuda.blocks`` count faster.
+"""Counts tensors, and their losses by quantising, in blocks that share a scale; ``cpu.blocks`` and ``cuda.blocks`` count faster.
 
 A block has rows and columns; the columns lie along the dimension that the product sums over (``numeric.recipes``). Rows and
 columns that no block divides leave smaller blocks at the end, as if padded with zeros.
@@ -130,23 +130,6 @@ def _counted(
     )
 
 
-def quantised(tensor: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-    """Return the values that a recipe's operand holds, in float32 with the tensor's shape, rounded to nearest.
-
-    A block with an infinity or NaN becomes NaN. Waits for the device on MPS alone, where the CPU computes it.
-
-    Raises:
-        TypeError, ValueError: as ``count_blocks``.
-    """
-    values = _matrix(tensor)
-    out = torch.empty_like(values, dtype=torch.float32)
-    for blocks, scale, target in _with_scales(values, quantization, out):
-        for piece, divisor, place in _pieces(blocks, scale, target):
-            rounded = _rounded(_divided(piece.float(), divisor), quantization.format).mul_(divisor)
-            place.copy_(torch.where(divisor.isfinite(), rounded, torch.nan))
-    return out.reshape(tensor.shape).to(tensor.device)
-
-
 def quantization_loss(tensor: torch.Tensor, quantization: Quantization) -> QuantizationLoss:
     """Return what quantising a tensor by a recipe loses. Waits for the device.
 
@@ -188,19 +171,14 @@ def _lost(quantization: Quantization, blocks: torch.Tensor, scale: torch.Tensor)
 # -- scales ------------------------------------------------------------------------------------------------------------------
 
 
-def _with_scales(
-    values: torch.Tensor, quantization: Quantization, *others: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield blocks of one size at a time, their scales, and the same blocks of other matrices."""
-    shape, size = values.shape, _size(values.shape, quantization.block)
-    regions = [
-        [_in_blocks(region, each) for region, each, _ in _regions(matrix, size, (0, 0), shape)]
-        for matrix in (values, *others)
-    ]
-    peaks = [_peaks(blocks) for blocks in regions[0]]
+def _with_scales(values: torch.Tensor, quantization: Quantization) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield blocks of one size at a time, and their scales."""
+    size = _size(values.shape, quantization.block)
+    regions = [_in_blocks(region, each) for region, each, _ in _regions(values, size, (0, 0), values.shape)]
+    peaks = [_peaks(blocks) for blocks in regions]
     finite = [torch.where(peak.isfinite(), peak, 0.0).amax() for peak in peaks]
-    for peak, blocks, *same in zip(peaks, *regions, strict=True):
-        yield blocks, _scales(peak, torch.stack(finite).amax(), quantization), *same
+    for peak, blocks in zip(peaks, regions, strict=True):
+        yield blocks, _scales(peak, torch.stack(finite).amax(), quantization)
 
 
 def _scales(peak: torch.Tensor, largest: torch.Tensor, quantization: Quantization) -> torch.Tensor:

@@ -7,13 +7,14 @@ flush-denormals mode can't change them.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
-from mpinspect.counting.layout import RowLayout
+from mpinspect.counting.layout import NO_MINIMUM, RowLayout
 
 #: Which codes are special: infinities and NaNs as in IEEE 754 (IEEE); no infinity, and NaN with every bit but the sign set
 #: (ONE_NAN); NaN in place of negative zero (UNSIGNED_ZERO); no special codes (FINITE).
@@ -142,3 +143,12 @@ class Binary:
     def slots(self) -> int:
         """The number of counters: zero, three per exponent, infinity, NaN."""
         return self.layout.length - 2
+
+    def float64_bits(self, magnitude: int) -> int:
+        """Return the float64 bits of the value with these magnitude bits, by integer arithmetic; infinity's also for a NaN."""
+        if magnitude >= self.infinity:
+            return NO_MINIMUM
+        if self.mantissa_bits == 52 or magnitude >= self.min_normal:
+            return (magnitude << 52 - self.mantissa_bits) + (1023 - self.bias << 52)
+        bits: int = struct.unpack("<q", struct.pack("<d", magnitude * 2.0 ** (1 - self.bias - self.mantissa_bits)))[0]
+        return bits

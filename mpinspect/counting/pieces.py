@@ -102,10 +102,10 @@ def fills_its_memory(tensor: torch.Tensor) -> bool:
 
 
 def _pieces(bits: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    if bits.is_contiguous():
-        yield from torch.split(bits.view(-1), size)
-    elif bits.numel() <= size:
+    if bits.numel() <= size:
         yield bits.reshape(-1)
+    elif bits.is_contiguous():
+        yield from torch.split(bits.view(-1), size)
     else:
         # Halve the longest dimension until the parts are small enough; the halves may be dense.
         longest = max(range(bits.dim()), key=lambda d: bits.shape[d])

@@ -1,6 +1,7 @@
 """The reference implementation of counting, in torch, for any device.
 
-On a CPU, small float32 tensors (such as biases) are counted in NumPy, and 16-bit and 8-bit values by a histogram of codes.
+On a CPU, small tensors (such as biases) and float64 are counted in NumPy, large float32 tensors by ``binary32``, and other 16-bit
+and 8-bit values by a histogram of codes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from functools import cache, partial
 import numpy as np
 import torch
 
+from mpinspect.counting.arrays import count_values
 from mpinspect.counting.binary32 import count_chunks
 from mpinspect.counting.bits import (
     BINARY32,
@@ -19,17 +21,13 @@ from mpinspect.counting.bits import (
     DEVICE_CHUNK,
     HOST_CHUNK,
     count_on_device,
-    count_on_host,
-    empty_row,
     encoding_of,
-    float64_bits,
     merge_rows,
-    minimum_bits,
     row_of,
     slots_of,
     widened,
 )
-from mpinspect.counting.layout import HEADER, INFS, MAX_BITS, MIN_BITS, NANS, NARROW, ZEROS, repeated
+from mpinspect.counting.layout import ZEROS, repeated
 from mpinspect.counting.pieces import flat_bits, plain_values
 from mpinspect.runtime.workers import POOL, single_threaded, threads_for
 
@@ -80,13 +78,9 @@ def count(tensor: torch.Tensor, divisor: float | torch.Tensor | None = None) -> 
 
 def _count_on_cpu(values: torch.Tensor) -> torch.Tensor:
     numel = values.numel()
-    if 0 < numel <= SMALL and values.dtype == torch.float32 and values.is_contiguous():
-        row = count_small(values)
-        if row is not None:
-            return row
     if numel <= (_CODES_FROM if values.dtype.itemsize == 1 else HOST_CHUNK):
         pieces, times = flat_bits(values, HOST_CHUNK)
-        return repeated(_count_small(list(pieces), values.dtype), times)
+        return repeated(_count_in_numpy(pieces, values.dtype), times)
     with single_threaded() as alone:
         threads, chunk = 1, HOST_CHUNK
         if alone:
@@ -99,21 +93,17 @@ def _count_on_cpu(values: torch.Tensor) -> torch.Tensor:
 
 def _counter(dtype: torch.dtype) -> Callable[[Iterable[torch.Tensor]], torch.Tensor]:
     if dtype == torch.float64:
-        return partial(_count_small, dtype=dtype)
+        return partial(_count_in_numpy, dtype=dtype)
     if dtype == torch.float32:
         return count_chunks
     return partial(count_codes, dtype=dtype)
 
 
-def _count_small(pieces: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def _count_in_numpy(pieces: Iterable[torch.Tensor], dtype: torch.dtype, divisor: float | None = None) -> torch.Tensor:
     """Return the row of CPU pieces, computing every value's slot from its bits; fastest for few values."""
-    encoding = encoding_of(dtype)
-    rows = [empty_row(encoding, torch.device("cpu"))]
-    for piece in pieces:
-        for part in torch.split(piece, HOST_CHUNK):
-            rows.append(count_on_host(_encoded(part, dtype), encoding))
-    # The usual case is one piece, whose row needs no merging.
-    return merge_rows(rows) if len(rows) > 2 else rows[-1]
+    floating = np.float64 if dtype == torch.float64 else np.float32
+    rows = [count_values(_encoded(piece, dtype).numpy().view(floating), divisor) for piece in pieces]
+    return merge_rows([torch.from_numpy(row) for row in rows])
 
 
 def _count_on_device(values: torch.Tensor) -> torch.Tensor:
@@ -130,24 +120,19 @@ def _encoded(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _count_divided(values: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
+    if not isinstance(divisor, torch.Tensor) and not (divisor and math.isfinite(divisor)):
+        raise ValueError(f"cannot divide by {divisor!r}: a loss scale is a finite number other than zero")
+    if values.device.type == "cpu":
+        pieces, times = flat_bits(values, HOST_CHUNK)
+        return repeated(_count_in_numpy(pieces, values.dtype, abs(float(divisor))), times)
     if isinstance(divisor, torch.Tensor):
-        by: float | torch.Tensor = divisor.detach().to(values.device, torch.float64).reshape(()).abs()
+        by = divisor.detach().to(values.device, torch.float64).reshape(()).abs()
     else:
-        by = abs(float(divisor))
-        if by == 0 or not math.isfinite(by):
-            raise ValueError(f"cannot divide by {divisor!r}: a loss scale is a finite number other than zero")
-        if values.device.type != "cpu":
-            # Torch multiplies a GPU's tensor by the reciprocal of a number, which rounds differently; by a tensor it divides.
-            by = torch.full((), by, dtype=torch.float64, device=values.device)
-    chunk, counter = HOST_CHUNK, count_on_host
-    if values.device.type != "cpu":
-        chunk, counter = DEVICE_CHUNK, count_on_device
-    pieces, times = flat_bits(values, chunk)
-    rows = []
-    for piece in pieces:
-        quotient = _as_float64(piece, values.dtype) / by
-        rows.append(counter(quotient.view(torch.int64), BINARY64))
-    return repeated(merge_rows(rows), times)
+        # Torch multiplies a GPU's tensor by the reciprocal of a number, which rounds differently; by a tensor it divides.
+        by = torch.full((), abs(float(divisor)), dtype=torch.float64, device=values.device)
+    pieces, times = flat_bits(values, DEVICE_CHUNK)
+    quotients = (_as_float64(piece, values.dtype) / by for piece in pieces)
+    return repeated(merge_rows([count_on_device(each.view(torch.int64), BINARY64) for each in quotients]), times)
 
 
 def _as_float64(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -193,40 +178,3 @@ def float32_bits(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # Shift the bits: a conversion may flush bfloat16's subnormals, which are subnormal in float32 too.
         return codes.to(torch.int32) << 16
     return codes.view(dtype).to(torch.float32).view(torch.int32)
-
-
-#: The largest size for ``count_small``: up to this size most of the time is per-operation overhead.
-SMALL = 1 << 12
-
-_MASK = np.int32(BINARY32.magnitude_mask)
-_MANTISSA_BITS = BINARY32.mantissa_bits
-_NEAR = np.int32(1 << (_MANTISSA_BITS - 11))
-# Keys: 0 for zero, then three per exponent field; the keys of the all-ones field are infinity and NaN.
-_INF_KEY = 3 * 255
-_KEYS = _INF_KEY + 3
-# Index in a row of the first of the smallest normal exponent's three counters.
-_FIRST_NORMAL = HEADER + 3 * (1 - BINARY32.bias - NARROW.lowest_exponent)
-
-
-def count_small(values: torch.Tensor) -> torch.Tensor | None:
-    """Return the NARROW row of a contiguous float32 CPU tensor with at least one element; None if it holds subnormals."""
-    bits = values.detach().view(torch.int32).numpy().reshape(-1) & _MASK
-    keys = bits >> _MANTISSA_BITS
-    less = bits - np.int32(1)
-    keys += less >> _MANTISSA_BITS
-    # For the largest NaNs this sum overflows into the sign bit; an unsigned shift handles that correctly.
-    keys += ((bits + _NEAR).view(np.uint32) >> _MANTISSA_BITS).view(np.int32)
-    keys += 1
-    counts = np.bincount(keys, minlength=_KEYS)
-    if counts[1] or counts[2]:
-        return None
-    row = np.zeros(NARROW.length, dtype=np.int64)
-    row[ZEROS], row[INFS], row[NANS] = counts[0], counts[_INF_KEY], counts[_INF_KEY + 1 :].sum()
-    row[_FIRST_NORMAL:] = counts[3:_INF_KEY]
-    # Zero minus one is the largest unsigned integer, so zeros do not affect the minimum.
-    low = int(less.view(np.uint32).min()) + 1
-    if counts[_INF_KEY:].any():
-        bits = bits[bits < BINARY32.infinity]
-    row[MIN_BITS] = minimum_bits(low, BINARY32)
-    row[MAX_BITS] = float64_bits(int(bits.max(initial=0)), BINARY32)
-    return torch.from_numpy(row)

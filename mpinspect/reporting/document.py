@@ -378,7 +378,6 @@ def nonempty(*blocks: _B | None) -> tuple[_B, ...]:
 
 
 def is_empty(block: Block) -> bool:
-    """Return whether a block is empty."""
     if isinstance(block, Items):
         return not block.items
     if isinstance(block, Findings):
@@ -429,7 +428,7 @@ def most(limit: Limit, number: int) -> int:
 
 def static(document: Document) -> Document:
     """Return the document without its front and without widgets, including those of documents inside it."""
-    blocks = tuple(_changed(block, static) for block in document.blocks if not isinstance(block, Widget))
+    blocks = tuple(with_documents(block, static) for block in document.blocks if not isinstance(block, Widget))
     return replace(document, blocks=blocks, front=None)
 
 
@@ -443,15 +442,13 @@ def without_front_sections(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
 def _without_front_parts(block: Block) -> Block:
     if not isinstance(block, Parts):
         return block
-    kept = (part for part in block.parts if not part.is_on_front)
-    return _changed(replace(block, parts=tuple(kept)), _without_front_sections)
+    kept = tuple(part for part in block.parts if not part.is_on_front)
+    return with_documents(
+        replace(block, parts=kept), lambda document: replace(document, blocks=without_front_sections(document.blocks))
+    )
 
 
-def _without_front_sections(document: Document) -> Document:
-    return replace(document, blocks=without_front_sections(document.blocks))
-
-
-def _changed(block: Block, change: Callable[[Document], Document]) -> Block:
+def with_documents(block: Block, change: Callable[[Document], Document]) -> Block:
     """Return parts, each with its document changed, and any other block as it is."""
     if not isinstance(block, Parts):
         return block
@@ -464,22 +461,21 @@ def shown_items(block: Items, *, page: bool) -> tuple[tuple[Item, ...], str]:
     return shown, rest_words(block.limit, max(block.total, len(block.items)) - len(shown), page=page)
 
 
-def shown_tables(block: Tables, allowed: int) -> tuple[list[Table], int]:
-    """Return the tables with the rows to show, without empty tables, and the number of rows left out.
-
-    Args:
-        allowed: most rows of all tables together.
-    """
-    total = max(block.total, sum(len(table.rows) for table in block.tables))
+def shown_tables(block: Tables, *, page: bool) -> tuple[list[Table], str]:
+    """Return the tables with the rows to show, without empty tables, and words for the number of the other rows."""
+    total, allowed = (
+        max(block.total, sum(len(table.rows) for table in block.tables)),
+        allowed_on(block.limit, page=page),
+    )
     if total <= allowed:
-        return [_of_use(table) for table in block.tables if table.rows], 0
+        return [_of_use(table) for table in block.tables if table.rows], ""
     found = []
     for table in block.tables:
         ranked = sorted(zip(table.ranks or range(len(table.rows)), table.rows, strict=True), key=lambda pair: pair[0])
         rows = tuple(row for rank, row in ranked if rank < allowed)
         if rows:
             found.append(_of_use(Table(table.columns, rows, table.title)))
-    return found, total - sum(len(table.rows) for table in found)
+    return found, rest_words(block.limit, total - sum(len(table.rows) for table in found), page=page)
 
 
 def _of_use(table: Table) -> Table:
@@ -495,11 +491,11 @@ def _of_use(table: Table) -> Table:
     return Table(tuple(table.columns[place] for place in kept), rows, table.title)
 
 
-def shown_parts(block: Parts, allowed: int) -> tuple[list[Part], int]:
-    """Return the parts to show, in their order, and the number of parts left out."""
-    ranks = block.ranks or range(len(block.parts))
+def shown_parts(block: Parts, *, page: bool) -> tuple[list[Part], str]:
+    """Return the parts to show, in their order, and words for the number of the others."""
+    ranks, allowed = block.ranks or range(len(block.parts)), allowed_on(block.limit, page=page)
     shown = [part for part, rank in zip(block.parts, ranks, strict=True) if rank < allowed]
-    return shown, len(block.parts) - len(shown)
+    return shown, rest_words(block.limit, len(block.parts) - len(shown), page=page)
 
 
 def allowed_on(limit: Limit, *, page: bool) -> int:

@@ -25,10 +25,8 @@ from mpinspect.reporting.document import (
     Strip,
     Tables,
     Widget,
-    allowed_on,
     item_words,
     legend_words,
-    rest_words,
     shown_items,
     shown_parts,
     shown_tables,
@@ -182,7 +180,7 @@ def _widgets(blocks: Iterable[Block]) -> Iterator[Widget]:
         if isinstance(block, Widget):
             yield block
         elif isinstance(block, Parts):
-            parts, _ = shown_parts(block, allowed_on(block.limit, page=True))
+            parts, _ = shown_parts(block, page=True)
             for part in parts:
                 yield from _widgets(part.document.blocks)
 
@@ -300,7 +298,7 @@ def _finding(finding: Finding) -> Iterator[str]:
 
 
 def _tables(block: Tables, level: int) -> Iterator[str]:
-    tables, left = shown_tables(block, allowed_on(block.limit, page=True))
+    tables, rest = shown_tables(block, page=True)
     for table in tables:
         if table.title:
             yield _heading(table.title, level + 1)
@@ -314,7 +312,7 @@ def _tables(block: Tables, level: int) -> Iterator[str]:
         for row in table.rows:
             yield f"<tr>{''.join(_cell(cell, names) for cell, names in zip(row, classes, strict=True))}</tr>"
         yield "</tbody></table></div>"
-    yield from _rest(rest_words(block.limit, left, page=True))
+    yield from _rest(rest)
     columns = [column for table in tables for column in table.columns]
     legend = legend_words(block, tables, columns, _STRIP_LEGEND)
     if legend:
@@ -358,10 +356,10 @@ def _bin(share: float) -> str:
 
 
 def _parts(block: Parts, level: int) -> Iterator[str]:
-    parts, left = shown_parts(block, allowed_on(block.limit, page=True))
+    parts, rest = shown_parts(block, page=True)
     for part in parts:
         yield '<section class="part">'
         yield _heading(part.title, level + 1)
         yield from _document(part.document, level + 1 + bool(part.document.title))
         yield "</section>"
-    yield from _rest(rest_words(block.limit, left, page=True))
+    yield from _rest(rest)

@@ -18,10 +18,8 @@ from mpinspect.reporting.document import (
     Parts,
     Section,
     Tables,
-    allowed_on,
     item_words,
     legend_words,
-    rest_words,
     shown_items,
     shown_parts,
     shown_tables,
@@ -130,7 +128,7 @@ def _fenced(code: str) -> Iterator[str]:
 
 
 def _tables(block: Tables, level: int) -> Iterator[str]:
-    tables, left = shown_tables(block, allowed_on(block.limit, page=True))
+    tables, rest = shown_tables(block, page=True)
     columns = []
     for number, table in enumerate(tables):
         if number:
@@ -147,7 +145,7 @@ def _tables(block: Tables, level: int) -> Iterator[str]:
         yield _row("---" if column.is_left or column.is_name else "---:" for column in headings)
         for row in table.rows:
             yield _row(_cell(row[index]) for index in kept)
-    yield from _rest(rest_words(block.limit, left, page=True))
+    yield from _rest(rest)
     legend = legend_words(block, tables, columns)
     if legend:
         yield from ("", escape(legend))
@@ -162,10 +160,10 @@ def _cell(cell: Cell) -> str:
 
 
 def _parts(block: Parts, level: int) -> Iterator[str]:
-    parts, left = shown_parts(block, allowed_on(block.limit, page=True))
+    parts, rest = shown_parts(block, page=True)
     for number, part in enumerate(parts):
         if number:
             yield ""
         yield from (_heading(part.title, level + 1), "")
         yield from _document(part.document, level + 1 + bool(part.document.title))
-    yield from _rest(rest_words(block.limit, left, page=True))
+    yield from _rest(rest)

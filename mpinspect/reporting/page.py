@@ -23,6 +23,7 @@ from mpinspect.reporting.document import (
     Term,
     lines,
     nonempty,
+    with_documents,
 )
 from mpinspect.reporting.words import filled
 
@@ -77,10 +78,6 @@ def _once(block: Block, said: tuple[str, ...]) -> Block:
     """Return a block without sentences that end one of ``said``; findings retain their severity and id."""
     if isinstance(block, Section):
         return replace(block, blocks=_all_once(block.blocks, said))
-    if isinstance(block, Parts):
-        return replace(
-            block, parts=tuple(replace(part, document=_said_once(part.document, said)) for part in block.parts)
-        )
     if isinstance(block, Items):
         items = (
             replace(item, details=tuple(each for each in item.details if not _is_said(each, said)))
@@ -90,7 +87,7 @@ def _once(block: Block, said: tuple[str, ...]) -> Block:
         return replace(block, items=tuple(items))
     if isinstance(block, Findings):
         return Findings(tuple(each for each in block.findings if not _is_said(each.message, said)))
-    return block
+    return with_documents(block, lambda document: _said_once(document, said))
 
 
 def _is_said(text: str, said: tuple[str, ...]) -> bool:
@@ -118,8 +115,7 @@ def _all_explained(blocks: Iterable[Block], terms: tuple[Term, ...], told: set[s
     found: list[Block] = []
     for block in blocks:
         if isinstance(block, Parts):
-            parts = (replace(part, document=_explained(part.document, told)) for part in block.parts)
-            found.append(replace(block, parts=tuple(parts)))
+            found.append(with_documents(block, lambda document: _explained(document, told)))
             continue
         meanings = _meanings([block], terms, told)
         if isinstance(block, Section):

@@ -24,10 +24,8 @@ from mpinspect.reporting.document import (
     Parts,
     Section,
     Tables,
-    allowed_on,
     item_words,
     legend_words,
-    rest_words,
     shown_items,
     shown_parts,
     shown_tables,
@@ -162,16 +160,16 @@ def _finding(finding: Finding) -> Iterator[RenderableType]:
 
 
 def _parts(block: Parts, width: int) -> Iterator[RenderableType]:
-    parts, left = shown_parts(block, allowed_on(block.limit, page=False))
+    parts, rest = shown_parts(block, page=False)
     for part in (part for part in parts if not part.is_detail):
         yield _rule(part.title)
         yield from _document(part.document, width)
-    if left:
-        yield Text(f"\n{rest_words(block.limit, left, page=False)}")
+    if rest:
+        yield Text(f"\n{rest}")
 
 
 def _tables(block: Tables, width: int) -> Iterator[RenderableType]:
-    tables, left = shown_tables(block, allowed_on(block.limit, page=False))
+    tables, rest = shown_tables(block, page=False)
     detail = most_that_fits(tables, width)
     columns: list[Column] = []
     for table in tables:
@@ -183,7 +181,7 @@ def _tables(block: Tables, width: int) -> Iterator[RenderableType]:
     is_apart = any(table.title for table in tables)
     if is_apart:
         yield Text("")
-    yield from _rest(rest_words(block.limit, left, page=False))
+    yield from _rest(rest)
     legend = legend_words(block, tables, columns, STRIP_LEGEND)
     if legend:
         yield Text(legend, style="dim")

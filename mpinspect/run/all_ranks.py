@@ -165,7 +165,6 @@ class _Model:
         self._log.conclude(session)
 
     def close(self) -> None:
-        """Close the log."""
         if self._log is not None:
             self._log.close()
 

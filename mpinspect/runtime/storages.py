@@ -42,5 +42,4 @@ class StorageReference:
         return self._storage() is None
 
     def is_of(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor has this storage."""
         return not self.expired() and self.key == storage_key(tensor)

@@ -90,7 +90,6 @@ class ModelState:
         ]
 
     def restore(self) -> None:
-        """Restore the saved state."""
         for module in self._modules:
             module.restore()
         for tensor in self._tensors:

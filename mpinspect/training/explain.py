@@ -76,7 +76,6 @@ class ModelExplainer:
         self._search.forget()
 
     def detach(self) -> None:
-        """Remove every hook."""
         self._search.end()
         for handle in self._handles:
             handle.remove()

@@ -90,7 +90,6 @@ class StepGuard(Uncopied):
 
     @staticmethod
     def remove(optimizer: torch.optim.Optimizer) -> None:
-        """Remove the guard from an optimizer."""
         handle = _guards.pop(optimizer, None)
         if handle is not None:
             handle.remove()

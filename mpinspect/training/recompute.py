@@ -104,23 +104,37 @@ class HalfLayerNorm(nn.LayerNorm):
     """`torch.nn.LayerNorm` for half weights: half in, half out, also under autocast."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        function = partial(_layer_norm, self.normalized_shape, self.eps)
-        return _normalise(function, input, self.weight, self.bias, fused=input.is_cuda)
+        shape, eps = self.normalized_shape, self.eps
+        return _normalise(
+            lambda x, weight, bias: F.layer_norm(x, shape, weight, bias, eps),
+            input,
+            self.weight,
+            self.bias,
+            fused=input.is_cuda,
+        )
 
 
 class HalfGroupNorm(nn.GroupNorm):
     """`torch.nn.GroupNorm` for half weights: half in, half out, also under autocast."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _normalise(partial(_group_norm, self.num_groups, self.eps), input, self.weight, self.bias, fused=False)
+        groups, eps = self.num_groups, self.eps
+        return _normalise(
+            lambda x, weight, bias: F.group_norm(x, groups, weight, bias, eps),
+            input,
+            self.weight,
+            self.bias,
+            fused=False,
+        )
 
 
 class HalfRMSNorm(nn.RMSNorm):
     """`torch.nn.RMSNorm` for half weights: half in, half out, also under autocast."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        function = partial(_rms_norm, self.normalized_shape, self.eps)
-        return _normalise(function, x, self.weight, None, fused=x.is_cuda and _FUSED_RMS_NORM)
+        shape, eps = self.normalized_shape, self.eps
+        fused = x.is_cuda and _FUSED_RMS_NORM
+        return _normalise(lambda x, weight, _: F.rms_norm(x, shape, weight, eps), x, self.weight, None, fused=fused)
 
 
 class _UnitWeight(nn.modules.instancenorm._InstanceNorm):
@@ -166,24 +180,6 @@ def use_half_norms(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) in _SWAPS:
             module.__class__ = _SWAPS[type(module)]
-
-
-def _layer_norm(
-    shape: tuple[int, ...], eps: float, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
-    return F.layer_norm(x, shape, weight, bias, eps)
-
-
-def _group_norm(
-    groups: int, eps: float, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
-    return F.group_norm(x, groups, weight, bias, eps)
-
-
-def _rms_norm(
-    shape: tuple[int, ...], eps: float | None, x: torch.Tensor, weight: torch.Tensor | None, bias: None
-) -> torch.Tensor:
-    return F.rms_norm(x, shape, weight, eps)
 
 
 def _normalise(

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quantising import quantised
 
-from mpinspect.counting.blocks import count_blocks, quantised
+from mpinspect.counting.blocks import count_blocks
 from mpinspect.counting.blocks import quantization_loss as loss
 from mpinspect.numeric.blocks import BlockCounts
 from mpinspect.numeric.recipes import (

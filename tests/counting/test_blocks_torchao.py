@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torchao_here
+from quantising import quantised
 from test_blocks import DATA, _data
 
-from mpinspect.counting.blocks import count_blocks, quantised
+from mpinspect.counting.blocks import count_blocks
 from mpinspect.counting.blocks import quantization_loss as loss
 from mpinspect.numeric.recipes import EVEN, FLOOR, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, RCEIL, Quantization
 

@@ -11,13 +11,13 @@ import torch
 from rounding_oracle import exponent_counts, fates
 
 from mpinspect.counting import count, count_exponents
+from mpinspect.counting.arrays import count_values
 from mpinspect.counting.binary32 import count_chunks
 from mpinspect.counting.bits import (
     BINARY32,
     BINARY64,
     HOST_CHUNK,
     count_on_device,
-    count_on_host,
     histogram_on_device,
     merge_rows,
 )
@@ -97,12 +97,12 @@ def ways(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flat = tensor.reshape(-1)
     yield count(tensor)
     if tensor.dtype == torch.float64:
-        yield count_on_host(flat.view(torch.int64), BINARY64)
+        yield torch.from_numpy(count_values(flat.numpy()))
         yield count_on_device(flat.view(torch.int64), BINARY64)
         return
     codes = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])
     bits = codes if tensor.dtype == torch.float32 else float32_bits(codes, tensor.dtype)
-    yield count_on_host(bits, BINARY32)
+    yield torch.from_numpy(count_values(bits.view(torch.float32).numpy()))
     yield count_on_device(bits, BINARY32)
     yield count_chunks(torch.split(bits, 47))
     if tensor.dtype.itemsize < 4:
@@ -249,7 +249,7 @@ def test_merging_the_row_of_an_empty_tensor_changes_nothing(encoding) -> None:
     empty = torch.empty(0, dtype=encoding.dtype)
     some = torch.tensor([0.5, 3.0, 0.0], dtype=encoding.dtype)
     bits = empty.view(encoding.int_dtype)
-    rows = [count_on_host(bits, encoding), count_on_device(bits, encoding), count(torch.zeros(0, dtype=encoding.dtype))]
+    rows = [count_on_device(bits, encoding), count(torch.zeros(0, dtype=encoding.dtype))]
     for row in rows:
         assert torch.equal(merge_rows([row, count(some)]), count(some))
         assert decode(row.numpy()) == ExponentHistogram.empty()

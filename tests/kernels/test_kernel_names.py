@@ -341,10 +341,13 @@ def test_verdicts_that_a_trace_cannot_have(trace, wrongly):
     assert {name: found for name in names if (found := classify_kernel(name).verdict) in wrongly} == {}
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.id)
-def test_every_rule_decides_the_verdict_on_its_own_example(rule):
+def test_every_rule_decides_the_verdict_on_a_labelled_name():
     """A rule could never apply if another's words shadow its words, or if its pattern contradicts them."""
-    assert first_match(rule.example) is rule
+    names = [row["name"] for row in LABELLED]
+    # Its label is not known: it may use Tensor Cores in TF32, or none.
+    names.append("sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_stage3_warpsize1x4x1_kernel")
+    deciding = {first_match(name).id for name in names}
+    assert [rule.id for rule in RULES if rule.id not in deciding] == []
 
 
 def test_every_rule_has_a_verdict_a_meaning_and_a_source():

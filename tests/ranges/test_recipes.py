@@ -20,13 +20,14 @@ import torch
 import torchao_here
 from hypothesis import given
 from hypothesis import strategies as st
+from quantising import quantised
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from trainings import inspected, take_step
 
 import mpinspect
-from mpinspect.counting.blocks import quantised, quantization_loss
+from mpinspect.counting.blocks import quantization_loss
 from mpinspect.numeric.recipes import MXFP4, MXFP8_E4M3, RECIPES, Products, TrainingRecipe, least_even, uniform
 from mpinspect.ranges.analysis import recipe_comparison
 from mpinspect.ranges.analysis.recipe_comparison import ProductRow, RecipeReport, recipe_report

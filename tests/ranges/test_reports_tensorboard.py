@@ -236,9 +236,8 @@ def test_the_suggested_scale_and_its_window_are_scalars(tmp_path):
     made = sessions.word_model()
     advice = recommend_loss_scale(made)
     log = TensorBoardLog(tmp_path)
-    log.advice(5, advice)
-    log.advice(6, sessions.report_by_hand(made))
-    log.advice(7, sessions.no_advice("because"))
+    for step, each in enumerate((advice, sessions.report_by_hand(made).loss_scale, sessions.no_advice("because")), 5):
+        log.scales(step, {"suggested": each.recommended, "lowest": each.lowest, "highest": each.highest})
     log.close()
     found = read(tmp_path)
     assert [event.value for event in found.Scalars("summary_more/loss_scale/suggested")] == [

@@ -8,6 +8,7 @@ import torch
 import torchao_here
 from agreeing_reports import analyse
 from equality import equal
+from quantising import quantised
 from torch import nn
 
 import mpinspect
@@ -88,7 +89,6 @@ def test_fifty_steps_lower_the_loss_and_the_report_names_the_recipe(precision):
 @pytest.mark.parametrize("precision", NARROW)
 def test_a_layer_computes_the_product_of_quantised_operands(precision):
     torchao_here.torchao()
-    from mpinspect.counting.blocks import quantised
 
     mp = made(precision)
     layer, (x, _) = mp.model.blocks[0], batch()

@@ -159,7 +159,6 @@ def limits(rows: Sequence[KernelRow], ranks: Iterable[RankReport]) -> Limits:
 
 
 def outlooks(rows: Iterable[KernelRow]) -> Iterator[tuple[KernelRow, Outlook]]:
-    """Yield each row with its outlook."""
     known: dict[tuple[object, ...], Outlook] = {}
     for row in rows:
         # Keyed by identity, since hashing shapes takes longer than all the rest; the rows hold references to the objects.

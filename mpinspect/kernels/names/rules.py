@@ -4,7 +4,7 @@ Families have precedence: libraries whose kernels are known by name. A name outs
 for products makes it a product on an unknown unit. A word for elementwise or similar work makes it not a product. Words that
 move data or find its place do so too, if every word of the name is known here. The verdict on all other names is "unknown",
 never "other".
-To support a new kind of kernel, add a rule here, with its source and an example that no earlier rule matches.
+To support a new kind of kernel, add a rule here, with its source, and a row of tests/data/kernel_names.tsv that it decides.
 Sources: "traces": names in public torch.profiler traces (tests/data/traces, TraceLens, HolisticTraceAnalysis); "labelled":
 tests/data/kernel_names.tsv; else the library whose source or documentation has the name.
 """
@@ -35,7 +35,6 @@ class Rule:
             "" allows any name.
         meaning: the end of the sentence "this is ...".
         source: where the name was seen or is defined.
-        example: a name that this rule decides.
         pattern: a regular expression that the name must match too, or "".
         none_of: substrings that must not be in the name.
         own: whether to match only the function with its namespaces, and not the template arguments.
@@ -49,7 +48,6 @@ class Rule:
     any_of: str
     meaning: str
     source: str
-    example: str
     pattern: str = ""
     none_of: tuple[str, ...] = ()
     own: bool = False
@@ -177,7 +175,6 @@ FAMILIES = (
         "at:: at_cuda_detail",
         "one of torch's own kernels: no matrix product",
         "traces; torch, aten/src/ATen/native/cuda",
-        "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, at::detail::Array<char*, 1> >(int)",
         rf"^(?:at(?:::|_cuda_detail))(?!.*(?:{_B}b?mm|bmm_\w*|sparse_?mm{_E}|gemm|depthwise|dwconv|im2col|col2im|vol2col|col2vol|conv_?\d?d|attention|attn))",
         own=True,
     ),
@@ -189,7 +186,6 @@ FAMILIES = (
         "node comm::",
         "communication between GPUs",
         "traces; NCCL, RCCL, NVSHMEM, DeepEP, TransformerEngine",
-        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevComm*)",
         r"(?<![a-z])(?:n|r|ms|one|h)ccl|shmem|all_?reduce|reduce_?scatter|all_?gather|cross_device|multimem|userbuffers|deep_ep|all_?to_?all|p2p|int(?:er|ra)_?node|(?<![a-z])comm::",
         none_of=("gemm", "matmul"),
         own=True,
@@ -201,7 +197,6 @@ FAMILIES = (
         "triton_",
         "Inductor's fused pointwise or reduction kernel; a product in its name is the one it follows",
         "torch, inductor's kernel names",
-        "triton_poi_fused_add_cos_sin_0",
         r"triton_(?:poi|red|per|for|split_scan|mix)_|triton__\d+d\d+d|triton_(?:softmax|\w*fusion\w*reduce)",
     ),
     # -- AMD: matrix cores are not Tensor Cores ---------------------------------------------------------------------
@@ -213,7 +208,6 @@ FAMILIES = (
         "rocprim",
         "MIOpen's or rocPRIM's elementwise, normalisation or layout kernel",
         "traces; MIOpen, src/kernels",
-        "SubTensorOpWithScalar1d",
         r"subtensorop|op[1-5]dtensor|optensor|miopenbatchnorm|batched_transpose_\d|transpose_[nc]\w*2[nc]|im2d2col|rocprim::",
     ),
     Rule(
@@ -224,7 +218,6 @@ FAMILIES = (
         "wvsplitk",
         "an AMD product: matrix cores are not Tensor Cores",
         "traces; Tensile, MIOpen, composable_kernel, AITER",
-        "Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_UserArgs_MT32x32x256_MI16x16x1_SN",
         r"cijk_|igemm_\w*gtcx|xdl|mfma|(?:gemm|conv|contraction)\w*_cshuffle|wmma_gfx"
         rf"|(?:(?<![a-z])(?:ck|ck_tile)::|aiter::(?![^<]*(?:{HELPER_WORDS}))).*(?:gemm|fmha|conv|attention|contraction|moe|mla|matmul)"
         r"|miopen\w*conv|gridwise_\w*(?:conv|gemm)|naive_conv_|gemm_\w*_gfx\d|ll4mi_qkv|wvsplitk",
@@ -238,7 +231,6 @@ FAMILIES = (
         "splitk split_k gemmk_reduce reduce_1block",
         "the sum of a product's partial results",
         "labelled; cuBLAS, CUTLASS, AITER",
-        "void splitKreduce_kernel<32, 16, int, float, __half, float, __half, true, false, false>",
         r"split_?k_?reduc|reducesplitk|gemmk_reduce|reduce_1block",
     ),
     Rule(
@@ -248,7 +240,6 @@ FAMILIES = (
         "nhwc tensortransform converttensor",
         "a layout conversion for a product",
         "labelled; cuDNN",
-        "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, true, true, (cudnnKernelDataType_t)0>",
         r"nchwtonhwc|nhwctonchw|nchw2nhwc|nhwc2nchw|nhwcaddpadding|foldednhwc|tensortransform|converttensor",
         none_of=("tensorop", "xmma", "hmma", "16816", "1688", "884", "cudnn_"),
     ),
@@ -259,7 +250,6 @@ FAMILIES = (
         "offsetskernel kern_precompute reduce_wgrad reduction_kernel execute_",
         "the set-up of a convolution, or the sum of its parts",
         "traces; cuDNN",
-        "void cask_cudnn_infer::computeOffsetsKernel<false, false>(cask_cudnn_infer::ComputeOffsetsParams)",
         r"compute\w*offsetskernel|kern_precompute|reduce_wgrad|(?:[wd]grad|fprop|conv)\w*(?:reduction|execute_helper|post_execute)_kernel",
     ),
     Rule(
@@ -269,7 +259,6 @@ FAMILIES = (
         "epilogue::impl::globalkernel scal_kernel scalepackedtensor",
         "the bias or scale that follows a product",
         "traces; cuBLASLt, cuDNN",
-        "void cudnn::ops::scalePackedTensor_kernel<float, float>(long, float*, float)",
     ),
     Rule(
         "im2col",
@@ -278,7 +267,6 @@ FAMILIES = (
         "im2col col2im col2vol vol2col",
         "the unfolding for a convolution",
         "torch, im2col.cuh; ggml",
-        "void at::native::im2col_kernel<float>(long)",
     ),
     Rule(
         "grouped-gemm-setup",
@@ -287,7 +275,6 @@ FAMILIES = (
         "grouped_gemm group_gemm",
         "the set-up of a grouped product",
         "torch, GroupMM.cu; FlashInfer; TransformerEngine",
-        "at::cuda::detail::prepare_grouped_gemm_data<cutlass::bfloat16_t>",
         r"(?:prepare|compute|setup|set)_(?:sm\d+_)?(?:cutlass_)?(?:nvfp4_)?group(?:ed)?_gemm",
     ),
     Rule(
@@ -297,7 +284,6 @@ FAMILIES = (
         "flash prepare_varlen fmhareduction dot_do_o",
         "preparation, conversion or combination for attention",
         "labelled; flash-attention, FlashMLA, ggml, TensorRT-LLM",
-        "void flash::prepare_varlen_num_blocks_kernel<false>(int, int)",
         r"flash_?att(?:n|ention)\w*(?:preprocess|postprocess|combine)|prepare_varlen|fmhareduction|dot_do_o"
         r"|flash_bwd_(?:convert|clear)|splitkv_combine|flash_fwd_\w*combine|flash_attn_(?:combine|mask_to|stream_k_fixup)",
     ),
@@ -309,7 +295,6 @@ FAMILIES = (
         "gemmsn_ gemmk1_ gemm_small cudacoregemm cudacorevec weight_int8pack_mm router_gemm dense_kernel0",
         "a product of a very small dimension: CUDA cores",
         "traces; cuBLAS; TensorRT-LLM, FBGEMM cudaCoreGemm",
-        "void tensorrt_llm::kernels::cuda_core_gemm::cudaCoreGemm<__nv_fp8_e4m3, __nv_bfloat16, 2, 4, 128>(P)",
         none_of=("kernel_cutlass_",),
     ),
     Rule(
@@ -320,7 +305,6 @@ FAMILIES = (
         "h_gemm_wide matmulkernel bgmv llgemm",
         "a product of quantised weights by few rows: dot products on CUDA cores",
         "bitsandbytes, TensorRT-LLM weight_only, ggml mmvq, exllama, GPTQ, punica",
-        "void kgemm_4bit_inference_naive<__nv_bfloat16, 128, 16>(int, int, int)",
         r"kgemm_4bit_inference_naive|gemm_4bit_simt|weight_only::kernel|mul_mat_vec|matvec|gemm_half_q_half|h_gemm_(?:tall|wide)"
         r"|(?:vecquant\d|nuq4)matmulkernel|bgmv_(?:shrink|expand)_kernel|llgemm",
     ),
@@ -331,7 +315,6 @@ FAMILIES = (
         "gemv dot_kernel gevv dotc",
         "a matrix-vector or scalar product: bound by memory, CUDA cores",
         "labelled; traces; cuBLAS, AWQ",
-        "void dot_kernel<float, 128, 0, cublasDotParams<cublasGemvTensorStridedBatched<float const> > >",
         r"gemv|(?<![a-z_])dot_kernel|gevv|dotc",
         none_of=("triton", "flash"),
     ),
@@ -342,7 +325,6 @@ FAMILIES = (
         "csrm spmm spmv",
         "a product of a sparse matrix: CUDA cores",
         "cuSPARSE",
-        "void cusparse::csrmm_alg2_kernel<cusparse::CsrMMPolicy<4, false>, float>(P)",
         r"csrm[mv]|(?<![a-z])spm[mv](?![a-z])",
     ),
     Rule(
@@ -352,7 +334,6 @@ FAMILIES = (
         "depthwise dwconv causal_conv1d ssm_conv conv2d_dw",
         "a depthwise convolution: CUDA cores",
         "torch, DepthwiseConv2d.cu; causal-conv1d; ggml",
-        "void causal_conv1d_fwd_kernel<Causal_conv1d_fwd_kernel_traits<128, 4, true, c10::BFloat16, c10::BFloat16> >(P)",
         none_of=("_states", "state_update"),
     ),
     Rule(
@@ -363,7 +344,6 @@ FAMILIES = (
         "singledecodewithkvcache masked_multihead_attention mmha flash_fwd_kernel_cpu",
         "attention of one query a head by dot products on CUDA cores",
         "vLLM, csrc/attention; ggml, fattn-vec and fattn-tile; FlashInfer, decode.cuh; TensorRT-LLM",
-        "void vllm::paged_attention_v1_kernel<unsigned short, unsigned short, 128, 16, 128, (vllm::Fp8KVCacheDataType)0, false>",
         none_of=("reduce", "sm80", "tensorop", "hmma"),
     ),
     Rule(
@@ -373,7 +353,6 @@ FAMILIES = (
         "fmha_cutlass",
         "memory-efficient attention built for a GPU, or FP32 on one, without fitting Tensor Cores: SIMT",
         "torch, mem_eff_attention/kernels (Sm50 has none, FP32 below Sm80 is SIMT)",
-        "fmha_cutlassF_f32_aligned_64x64_rf_sm75(PyTorchMemEffAttention::AttentionKernel<float>)",
         r"fmha_cutlass[fb]_(?:\w*_sm5\d|\w*_sm6\d|f32_\w*_sm7\d)",
     ),
     # -- attention --------------------------------------------------------------------------------------------------
@@ -384,7 +363,6 @@ FAMILIES = (
         "fmha_cutlass",
         "memory-efficient attention on Tensor Cores (FP32 as three TF32 products)",
         "labelled; torch, mem_eff_attention/kernels",
-        "fmha_cutlassB_f16_aligned_64x64_k64_sm70",
         r"fmha_cutlass[fb]_(?:f16|bf16|f32)",
     ),
     Rule(
@@ -394,7 +372,6 @@ FAMILIES = (
         "flash fmhasm fmha_v2 sparse_attn_fwd fmha_fprop_ fmha_dgrad_ fmha_fwd_loop fmha_bwd_loop",
         "flash attention",
         "labelled; traces; flash-attention, FlashMLA, TensorRT-LLM, ggml",
-        "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128, 128, 4>>",
         r"flash_(?:fwd|bwd)_\w*kernel|flash_attn_ext_f16|flashattn(?:fwd|bwd)|flashattention(?:forward|backward)\w*sm\d|flash::\w*(?:fwd|bwd)"
         r"|fmhasm\d|fmha_v2|fmha_(?:fprop|dgrad)_\w*fp16|fmha_(?:fwd|bwd)_loop_kernel|(?<![a-z_])sparse_attn_fwd\w*_kernel",
     ),
@@ -406,7 +383,6 @@ FAMILIES = (
         "attention_kernel_ws attend_ker",
         "attention by mma instructions, for prefill or several queries a head",
         "FlashInfer, prefill.cuh and mla.cuh; TensorRT-LLM, xqa; ThunderKittens",
-        "void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<(flashinfer::MaskMode)1, 128u>>(P)",
         none_of=("decodewith", "append"),
     ),
     Rule(
@@ -416,7 +392,6 @@ FAMILIES = (
         "qk_int compute_attn_ws attn_kernel",
         "SageAttention: 8-bit products of queries and keys by mma instructions",
         "SageAttention, csrc/qattn; Hopper's flash-attention 3",
-        "void qk_int_sv_f8_attn_kernel<128u, 64u, 32u, 64u, 128u, (DataType)1, (QuantGranularity)3>",
         r"qk_int\d?_sv_f(?:8|16)|compute_attn_ws",
     ),
     Rule(
@@ -426,7 +401,6 @@ FAMILIES = (
         "sdpa cudnn_mha",
         "cuDNN's fused attention",
         "labelled; cuDNN",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0",
         r"cudnn.*sdpa|cudnn_mha|sdpa_sm\d+",
     ),
     # -- Tensor Cores, by the name ----------------------------------------------------------------------------------
@@ -437,7 +411,6 @@ FAMILIES = (
         MMA_DIGITS,
         "built on an mma instruction that its name spells",
         "labelled; traces; cuBLAS, cuDNN, CUTLASS",
-        "volta_fp16_s884gemm_fp16_128x128_ldg8_f2f_nn",
         MMA,
     ),
     Rule(
@@ -447,7 +420,6 @@ FAMILIES = (
         "tensorop mma m16n tcgen05",
         "a kernel whose name says Tensor Core",
         "labelled; traces; CUTLASS, cuDNN, AWQ, bitsandbytes",
-        "Volta_hmma_implicit_gemm_fprop_fp32_nhwc_128x128x64x1_1x3x3x0x1",
         # bs: block-scaled (MXFP8, MXFP4, NVFP4); sp: sparse.
         rf"{_B}(?:bs)?(?:sp)?tensorop|(?:opclass|warp|default)?w?mma_?tensorop{_E}|opclass\w*tensorop|multiplyadd\w*tensorop|mmatensorop"
         rf"|{_B}[hidq]?mma|wgmma|wmma|utc[a-z]*mma|umma{_E}|hopperwgmma|tcgen05|m16n\d*x?k\d",
@@ -459,7 +431,6 @@ FAMILIES = (
         "nvjet_",
         "cuBLAS's nvjet family, whose kernels all use Tensor Cores",
         "labelled; cuBLAS on Hopper and later",
-        "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT",
     ),
     Rule(
         "xmma-cuda-cores",
@@ -468,7 +439,6 @@ FAMILIES = (
         "xmma",
         "an xmma kernel of FP32 multiply-adds (ffma): CUDA cores",
         "labelled; cuBLAS",
-        "sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_execute_kernel",
         r"xmma.*ffma",
     ),
     Rule(
@@ -478,7 +448,6 @@ FAMILIES = (
         "xmma",
         "an xmma kernel whose operands, or whose GPU's xmma kernels, are Tensor Cores' alone",
         "labelled; traces; cuBLAS, cuDNN, TensorRT",
-        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas",
         r"xmma.*(?:_tensor\d+x\d+x\d+|tf32|bf16|(?<![a-z])f16f16|(?<![a-z])f16_|[iu]8[iu]8|e4m3|e5m2|e2m1|e3m2|e2m3|f8f8|mx|fp[48])|sm(?:9|1[0-9])\d_xmma",
         none_of=("xmma_pool",),
     ),
@@ -489,7 +458,6 @@ FAMILIES = (
         "xmma",
         "an xmma kernel that names neither ffma nor operands that only Tensor Cores multiply",
         "cuBLAS, cuDNN",
-        "sm80_xmma_gemm_f32f32_f32f32_f32_nn_n_tilesize64x64x8_stage3_warpsize1x4x1_kernel",
         none_of=("xmma_pool",),
     ),
     Rule(
@@ -499,7 +467,6 @@ FAMILIES = (
         "bmm_ gemm_ gemmkernel_ gatedactkernel_",
         "a generated product for Hopper's or Blackwell's Tensor Cores",
         "TensorRT-LLM, trtllm-gen kernels; traces",
-        "bmm_Bfloat16_E2m1E2m1_Fp32_t128x8x512u2_s6_et64x8_m64x8x64_cga1x1x1_16dp256b_sm100f",
         # The result's dtype, the operands', the accumulator's, then tiles and GPU, which traces cut off.
         r"(?<![a-z0-9])(?:bmm|gemm|gemmgatedact(?:kernel)?|gemmkernel)_[a-z0-9]+_"
         r"(?:.*(?:sm(?:9|1\d)\d[af]?(?![0-9])|(?:_t|tile)\d+x\d+x\d+)|(?:mx)?(?:e\dm\d|bfloat16|fp16)\w*_fp32_(?:ba|ab)\d)",
@@ -511,7 +478,6 @@ FAMILIES = (
         "deep_gemm sm90_ sm100_ sm120_ smxx_ gemm_kernel gemm_impl gemm_1d",
         "DeepGEMM's FP8, FP4, TF32 or BF16 product",
         "DeepGEMM, deep_gemm/include/deep_gemm/impls",
-        "void deep_gemm::sm90_fp8_gemm_1d2d_impl<0u, 4096u>(float*)",
         r"(?:sm\d+_|deep_gemm::)(?:fp8|fp4|bf16|tf32)\w*(?:gemm|mqa_logits|b[mh][kr]_|bmk|hc_prenorm|moe)|deep_gemm::\w*gemm_kernel",
         none_of=("metadata", "clean_logits"),
     ),
@@ -523,7 +489,6 @@ FAMILIES = (
         "gemm_w8a8_",
         "a product of quantised weights by mma instructions",
         "vLLM, csrc/quantization; Marlin; sparse Marlin; FP6-LLM; exllamav3; AWQ; nunchaku",
-        "void marlin_24::Marlin_24<4, 256, 4, 2, 2, 4, -1>(int4 const*, int4 const*, int4 const*)",
         r"(?:marlin\w*(?:::|<|$)|(?<![a-z])marlin(?:moe|_24|_qqq|_moe\w*)?(?![a-z])|machete::|gemm(?:v2)?_forward_4bit_cuda|turbomind::gemm|quant_gemm_kernel|exl3_gemm|gemm_w4a16_t\d|gemm_w4a4|gemm_w8a8)"
         r"(?!.*(?:repack|permute|prepack|transpose|quantize|dequant_|awq_to|gptq_to))",
         none_of=("_to_marlin", "dequant_marlin", "repack", "retile"),
@@ -535,7 +500,6 @@ FAMILIES = (
         "mul_mat_q",
         "llama.cpp's product of quantised weights by mma instructions",
         "ggml, ggml-cuda/mmq.cuh (DP4A on CUDA cores before Turing)",
-        "void mul_mat_q<(ggml_type)2, 128, false>(char const*, int const*)",
         r"(?<![a-z])mul_mat_q(?:_moe)?(?![a-z0-9_])",
         since="turing",
     ),
@@ -546,7 +510,6 @@ FAMILIES = (
         "mul_mat_f",
         "llama.cpp's product of few columns by mma instructions",
         "ggml, ggml-cuda/mmf.cuh",
-        "void mul_mat_f<__half2, 32, 8, 4, false>(__half2 const*, float const*)",
         r"(?<![a-z])mul_mat_f(?:_ids)?(?![a-z0-9_])",
     ),
     Rule(
@@ -556,7 +519,6 @@ FAMILIES = (
         "tinygemm",
         "a product of few rows by mma instructions",
         "torch, int4mm.cu (m16n8k16); TensorRT-LLM, tinygemm2",
-        "void at::native::tinygemm2_kernel<16, 16, 8, 64, 16, 4, false>(P)",
     ),
     Rule(
         "cute-dsl-cuda-cores",
@@ -565,7 +527,6 @@ FAMILIES = (
         "kernel_cutlass_",
         "a CuTe product of FP32 multiply-adds: CUDA cores",
         "CUTLASS, examples/python/CuTeDSL/ampere/sgemm.py",
-        "kernel_cutlass_kernel___main__SGemm_object_at__tensorptrf32gmem_o1_tensorptrf32gmem_o1",
         r"(?<![a-z])s_?gemm",
     ),
     Rule(
@@ -575,7 +536,6 @@ FAMILIES = (
         "kernel_cutlass_ sm100blockscaled sm120blockscaled sm90blockscaled sm103blockscaled",
         "a product that the CuTe DSL built for Tensor Cores",
         "CUTLASS, examples/python/CuTeDSL; FlashInfer; flash-attention",
-        "kernel_cutlass_kernel_flashinfergemmkernelsSm100BlockScaledPersistentDenseGemmKernel_object_at__TiledMMA_ThrLayoutVMNK",
         # An mma instruction in the name decides. A word for products decides too, unless another word means a preparation, a
         # reduction, or a product of few rows, which may be dot products on CUDA cores.
         rf"(?<!ga)mma(?!r)|^(?!.*(?:{HELPER_WORDS}|{_FEW_ROWS}|{_PLANS}))"
@@ -589,7 +549,6 @@ FAMILIES = (
         "simt",
         "CUTLASS on CUDA cores (SIMT)",
         "labelled; CUTLASS",
-        "cutlass_80_simt_sgemm_128x64_8x5_nt_align1",
         any_architecture=True,
     ),
     Rule(
@@ -599,7 +558,6 @@ FAMILIES = (
         "device_kernel rht_gemm_device",
         "a CUTLASS 3 product: collectives for Tensor Cores",
         "CUTLASS 3; traces of SGLang; TransformerEngine",
-        "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cute::tuple<int, int, int>>>(P)",
         r"device_kernel.*(?:gemm|fmha|attention|mla|attn|conv(?:universal|olution))|rht_gemm_device",
         none_of=("kernel_cutlass_",),
     ),
@@ -610,7 +568,6 @@ FAMILIES = (
         "attention_kernel_batched attention_kernel_backward_batched",
         "CUTLASS's memory-efficient attention, whose template argument names a GPU with Tensor Cores",
         "xformers; DeepSpeed, evoformer",
-        "void attention_kernel_batched_impl<AttentionKernel<cutlass::half_t, cutlass::arch::Sm80, true, 64, 64, 64>>(P)",
         r"arch::sm[7-9]\d",
     ),
     Rule(
@@ -620,7 +577,6 @@ FAMILIES = (
         "device_kernel cutlass::kernel cutlass6kernel cutlass7kernel2",
         "a CUTLASS kernel whose template argument hides what it computes",
         "labelled; CUTLASS 3",
-        "void cutlass::device_kernel<MyKernel>",
         none_of=("kernel_cutlass_",),
     ),
     # -- CUDA cores -------------------------------------------------------------------------------------------------
@@ -631,7 +587,6 @@ FAMILIES = (
         "sgemm dgemm hgemm cgemm zgemm igemm",
         "a product on CUDA cores: no mma instruction in its name",
         "labelled; traces; cuBLAS",
-        "volta_sgemm_128x64_nn",
         none_of=("cublasdgemm", "lora", "convolve"),
         any_architecture=True,
     ),
@@ -642,7 +597,6 @@ FAMILIES = (
         "scudnn hcudnn icudnn winograd",
         "cuDNN's convolution on CUDA cores",
         "labelled; traces; cuDNN",
-        "volta_scudnn_128x64_relu_interior_nn_v1",
         none_of=("batched_gemm",),
         any_architecture=True,
     ),
@@ -653,7 +607,6 @@ FAMILIES = (
         "fft2d_ fft1d_ fft3d_",
         "the transform of an FFT convolution: CUDA cores",
         "traces; cuDNN",
-        "void fft2d_r2c_32x32<float, false, 0u, false>(float2*)",
     ),
     Rule(
         "cudnn-engines",
@@ -663,7 +616,6 @@ FAMILIES = (
         "wgrad_alg dgrad_engine dgrad2d_ wgrad2d_ dgrad_alg convolve_ convolvend grouped_direct_kernel convolution_kernel_direct",
         "cuDNN's older engines: CUDA cores",
         "traces; cuDNN",
-        "void wgrad_alg0_engine<float, 128, 6, 7, 3, 3, 5, false, 512>(int)",
     ),
     # -- undecided by the name --------------------------------------------------------------------------------------
     Rule(
@@ -673,7 +625,6 @@ FAMILIES = (
         "matmul",
         "a product of 16-bit or narrower operands by Triton's dot: Tensor Cores",
         "triton_kernels, matmul_ogs: layouts, then the dtypes of the result and the two operands",
-        "_p_matmul_ogs_NNT_bf16xbf16xmxfp4_16x256x128x1_swiglu",
         r"(?:^|_)matmul(?:_ogs)?_[nt]{3}_\w+?x(?:bf16|fp16|fp8\w*|mxfp\d)x(?:bf16|fp16|fp8\w*|mxfp\d)",
     ),
     Rule(
@@ -683,7 +634,6 @@ FAMILIES = (
         "triton_tem_ triton_mm triton_bmm",
         "a Triton template of Inductor's, a product or attention: the name does not show which",
         "labelled; torch, inductor's templates",
-        "triton_tem_fused_addmm_0",
     ),
     Rule(
         "persistent-recurrent",
@@ -692,7 +642,6 @@ FAMILIES = (
         "persist rnn_",
         "cuDNN's persistent recurrent kernel: the name does not show its kind",
         "cuDNN",
-        "void RNN_blockPersist_fp_LSTM<__half, __half, float, 512>(int)",
         r"rnn_\w*persist|persist\w*rnn(?!_?(?:add|init))|persistent_(?:lstm|gru)",
     ),
 )
@@ -706,7 +655,6 @@ WORDS = (
         "__myl_",
         "TensorRT's fused pointwise or reduction kernel",
         "TensorRT, Myelin's names: the operations that were fused, shortened",
-        "__myl_CastMulMeanAddSqrtDivMul_myl0_3",
         r"__myl_(?!\w*(?:fc|gem|mat|mha|conv|att|dot))",
     ),
     Rule(
@@ -716,7 +664,6 @@ WORDS = (
         "",
         "work for a product, by its name",
         "vLLM, SGLang, FlashInfer, AITER: reductions, routing, caches and layouts of products",
-        "moe_align_block_size_kernel",
         rf"^(?=.*(?:{PRODUCT_WORDS}))(?:(?=.*(?:{HELPER_WORDS}))(?!.*(?:{_PRODUCT_VERB}))|.*(?<!all)_reduce(?:_kernel)?$|\W*interleave)",
     ),
     Rule(
@@ -726,7 +673,6 @@ WORDS = (
         "",
         "a product by its name, of a family whose names do not show the kind",
         "Triton kernels of vLLM, SGLang, Mamba, flash-linear-attention, AITER",
-        "fused_moe_kernel",
         PRODUCT_WORDS,
     ),
     Rule(
@@ -736,7 +682,6 @@ WORDS = (
         "",
         "by its name elementwise, a reduction, normalisation, sorting, a copy or their like: no matrix product",
         "traces; Triton and CUDA kernels of vLLM, Liger, apex, TransformerEngine, FBGEMM, ggml",
-        "_rms_norm_forward_kernel",
         OTHER_WORDS,
     ),
     Rule(
@@ -746,15 +691,12 @@ WORDS = (
         "",
         "by all words of its name a move of data, or the bookkeeping of where it lies: no matrix product",
         "Triton and CUDA kernels of Megatron, SGLang, vLLM, DeepSpeed",
-        "_gather_tokens_kernel",
         _MOVES_ONLY,
     ),
 )
 
 #: The rule for all other names; the kernel may or may not be a product.
-UNFAMILIAR = Rule(
-    "unfamiliar", "unknown", "", "", "a name of no family known here: it may be a product or not", "none", "_fwd_kernel"
-)
+UNFAMILIAR = Rule("unfamiliar", "unknown", "", "", "a name of no family known here: it may be a product or not", "none")
 
 RULES = (*FAMILIES, *WORDS, UNFAMILIAR)
 

@@ -352,7 +352,6 @@ def _name_cells(report: KernelReport, row: NameRow, *, is_to_do: bool) -> list[s
 
 
 def _has_rates(report: KernelReport) -> bool:
-    """Return whether the rate of any kernel is known."""
     return any(row.tflops is not None for row in report.by_name)
 
 
@@ -456,7 +455,6 @@ def share_words(fraction: float | None) -> str:
 
 
 def has_modules(report: KernelReport) -> bool:
-    """Return whether the module of any kernel is known."""
     return any(row.module for row in report.by_module)
 
 

@@ -93,7 +93,6 @@ def stretches(first: Session, second: Session) -> tuple[Stretch, ...]:
 
 
 def courses(aligned: Sequence[Stretch], keys: Sequence[TensorKey]) -> dict[TensorKey, Course]:
-    """Return the course of each of the tensors."""
     found: dict[TensorKey, Course] = {}
     for start in range(0, len(keys) if aligned else 0, _AT_ONCE):
         some = keys[start : start + _AT_ONCE]

@@ -42,7 +42,6 @@ class RankRanges:
         self._replicas: dict[int, tuple[dict[TensorKey, float], tuple[int, int]]] = {}
 
     def add(self, session: Session) -> None:
-        """Add a rank's session."""
         windows = session.windows
         if not windows:
             return

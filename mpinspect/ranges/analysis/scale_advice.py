@@ -266,7 +266,6 @@ def scale_advice(decision: Decision, blocks: Sequence[Block], reason: str) -> Lo
 
 
 def no_advice(reason: str) -> LossScaleAdvice:
-    """Return an unavailable advice with the reason."""
     return LossScaleAdvice(available=False, reason=reason)
 
 

@@ -109,7 +109,6 @@ class Counting(Observer):
         self._last_path = ""
 
     def takes_parameter_gradients(self, checked_by_scaler: bool) -> bool:
-        """Return whether weight gradients are counted."""
         return self.lets_gradients_wait
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
@@ -190,7 +189,6 @@ class Counting(Observer):
         return self._tally.count(gradient.layer.gradient_key, gradient.values, later=True)
 
     def parameter_gradient(self, gradient: ParameterGradient, backward: Backward) -> None:
-        """Count a parameter's gradient."""
         watched = gradient.watched
         if not (self.lets_gradients_wait and watched.counted):
             return

@@ -84,7 +84,6 @@ class StepMagnitudes:
         return self._copy is None or bool(self._copy.values()[_BROKEN])
 
     def largest(self, slot: int, is_double: bool) -> float | None:
-        """Return the magnitude in a slot, as ``Slot.largest`` does."""
         if slot in self.lost or self._copy is None:
             return None
         if is_double not in self._found:
@@ -115,7 +114,6 @@ class StepSlot:
         self._step, self._slot, self._is_double = step, slot, is_double
 
     def largest(self) -> float | None:
-        """Return the largest magnitude, as ``Slot.largest`` does."""
         return self._step.largest(self._slot, self._is_double)
 
 

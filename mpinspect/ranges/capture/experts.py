@@ -163,7 +163,6 @@ class ExpertModules(Guarded):
         self._modes.clear()
 
     def remove_hooks(self) -> None:
-        """Remove the hooks for good."""
         self._measuring = None
         self._handles.remove_all()
 

@@ -147,7 +147,6 @@ class ModelHooks:
         return bool(leave)
 
     def remove(self) -> None:
-        """Remove every hook."""
         self._handles.remove_all()
 
     def forget(self) -> None:

@@ -120,7 +120,6 @@ class OutputGradient:
 
     @property
     def key(self) -> TensorKey:
-        """The key of the gradients at the layer's outputs."""
         return self.layer.gradient_key
 
 
@@ -146,7 +145,6 @@ class ParameterGradient:
 
     @property
     def key(self) -> TensorKey:
-        """The key of the parameter's gradients."""
         return self.watched.gradient_key
 
 

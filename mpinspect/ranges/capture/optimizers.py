@@ -63,7 +63,6 @@ class ModelOptimizers:
         return tuple(type(optimizer).__name__ for optimizer in self.living())
 
     def owns(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether this optimizer belongs to the model."""
         known = self._ours.get(optimizer)
         if known is None:
             known = self._ours[optimizer] = next(self.parameters(optimizer), None) is not None

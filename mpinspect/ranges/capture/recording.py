@@ -179,7 +179,6 @@ class Recording:
         self._written_at = -math.inf
 
     def watch(self, infos: Sequence[TensorInfo]) -> None:
-        """Set the tensors that are watched."""
         self._watched = list(infos)
         self._sinks.each(lambda sink: sink.watched(infos))
 

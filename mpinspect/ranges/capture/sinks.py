@@ -131,7 +131,6 @@ class Sinks:
         self.cost_s = 0.0
 
     def __bool__(self) -> bool:
-        """Return whether there is any sink."""
         return bool(self._keepers)
 
     @property

@@ -127,7 +127,6 @@ class StepClock:
 
     @property
     def sampled(self) -> bool:
-        """Whether the current step is sampled."""
         return self.schedule.samples(self.step)
 
     def begin(self, sampled: bool, watched: bool) -> None:

@@ -26,7 +26,6 @@ with torch.autocast(x.device.type, enabled=False):
 
 
 def document(report: PrecisionRanking) -> Document:
-    """Return the report as a document."""
     return Document(f"Precision of the gradients of {report.model}, one step", tuple(_blocks(report)))
 
 

@@ -27,7 +27,6 @@ _LEGEND = (
 
 
 def document(report: ProbeReport) -> Document:
-    """Return the report as a document."""
     notes = [Item("got no gradient", names=report.without_gradient, limit=NAMES)] if report.without_gradient else []
     return Document(
         f"FP16 against FP32 on {number_of(report.batches, 'batch')}",

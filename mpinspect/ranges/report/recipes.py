@@ -79,7 +79,6 @@ NORMAL = {"mxfp4": "0.96% to 1.16%", "nvfp4": "0.39%, as weights 0.81%"}
 
 
 def document(report: RecipeReport) -> Document:
-    """Return the report as a document."""
     layers, batches = _subject(report), number_of(report.batches, "batch")
     return Document(
         f"Recipes for {report.model}, {layers}, {batches}",

@@ -26,7 +26,6 @@ import numpy as np
 from mpinspect.numeric.exponents import ExponentHistogram
 from mpinspect.numeric.formats import FLOAT16, FORMATS, FloatFormat, FormatLike, as_format
 from mpinspect.ranges.analysis.first_line import first_line, gravest
-from mpinspect.ranges.analysis.report import LossScaleAdvice, RangeReport
 from mpinspect.ranges.report.layers import log2_of
 from mpinspect.ranges.report.scalars import USED, ScalarSink
 from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, Curves, Worst
@@ -122,12 +121,6 @@ class TensorBoardLog:
         """Add a PNG to the images page."""
         drawn = {"height": height, "width": width, "colorspace": 3, "encoded_image_string": png}
         self._file.add([self._value(tag=tag, image=drawn)], step)
-
-    def advice(self, step: int, advice: LossScaleAdvice | RangeReport) -> None:
-        """Add the suggested loss scale and its window, in log2, at this step; unknown values are left out."""
-        if isinstance(advice, RangeReport):
-            advice = advice.loss_scale
-        self.scales(step, {"suggested": advice.recommended, "lowest": advice.lowest, "highest": advice.highest})
 
     def scales(self, step: int, scales: dict[str, float | None]) -> None:
         """Add a scalar with log2 of each scale that is known, positive and finite."""

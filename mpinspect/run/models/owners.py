@@ -187,7 +187,6 @@ def _named_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def parameter_ids(module: nn.Module) -> Iterator[int]:
-    """Yield the ids of the parameters of a module and its submodules."""
     for each in submodules(module):
         yield from _own_parameters(each)
 

@@ -1,29 +1,25 @@
 """Applies CUDA's autocast lists, of operations in FP16, in FP32 or in the widest operand's dtype, to CPU tensors.
 
-Like CUDA's autocast, this module works in torch's dispatcher: it registers kernels for the dispatch key of the CPU's
-autocast, under the names of CUDA's lists (``ATen/autocast_mode.h``; "Autocast Op Reference" in torch's documentation).
-As on CUDA, the kernels also handle calls through aliases and from composite functions. They are registered once, at the
-first use, until the process ends; outside ``half_arithmetic()`` they behave like torch's own kernels.
+Like CUDA's autocast, this module works in torch's dispatcher, under the names of CUDA's lists (``ATen/autocast_mode.h``;
+"Autocast Op Reference" in torch's documentation).
 """
 
 from __future__ import annotations
 
-import threading
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
 import torch
 
 from mpinspect.runtime.emulation.autocast_policies import (
+    CASTING,
     ELIGIBLE,
     Policy,
     cast_all,
     float32,
     float32_by_default,
-    operator_named,
+    where_enabled,
     widest,
 )
 
@@ -65,25 +61,10 @@ AS_THEY_COME = """
     grid_sampler_2d grid_sampler_3d trace
 """
 
-_KEY = torch._C.DispatchKey.AutocastCPU
-_AUTOCAST = torch._C.DispatchKeySet(_KEY)
-_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 
-_entered = threading.local()
-_registering = threading.Lock()
-
-
-@contextmanager
-def cuda_autocast_lists() -> Iterator[None]:
+def cuda_autocast_lists() -> AbstractContextManager[None]:
     """Make the CPU's autocast, where enabled, follow CUDA's lists within the block, in this thread only."""
-    with _registering:
-        _register()
-    before = getattr(_entered, "depth", 0)
-    _entered.depth = before + 1
-    try:
-        yield
-    finally:
-        _entered.depth = before
+    return CASTING.running(_policies())
 
 
 # -- the kernels -----------------------------------------------------------------------------------------------------------
@@ -122,51 +103,23 @@ _LISTS: list[tuple[str, Policy]] = [
 ]
 
 
-# -- registration ----------------------------------------------------------------------------------------------------------
-
-
 @cache
-def _register() -> torch.library.Library:
-    """Register the kernels, once per process, and return their library; the cache holds a reference to it."""
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():
-        # torch warns about replaced kernels, but replacing them is intended.
-        warnings.filterwarnings("ignore", message="(?s).*[Oo]verriding a previously registered kernel")
-        for name, policy in _wanted():
-            overload = name.removeprefix("aten::")
-            # torch's own kernel can't be called once replaced, but all replaced kernels cast to FP32.
-            otherwise = _float32 if _has_kernel(name) else None
-            kernel = _kernel(operator_named(overload), policy, otherwise)
-            library.impl(overload, kernel, _KEY.name, with_keyset=True)  # type: ignore[no-untyped-call]
-    return library
-
-
-def _wanted() -> Iterator[tuple[str, Policy]]:
-    """Yield the operations, with policies, for which this version of torch needs a kernel other than its own."""
-    cuda = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
+def _policies() -> dict[str, Policy]:
+    """Return a policy for each operation that the CPU's own autocast casts to another dtype in this version of torch."""
+    cuda, cpu = (
+        set(torch._C._dispatch_get_registrations_for_dispatch_key(key)) for key in ("AutocastCUDA", "AutocastCPU")
+    )
+    found = {}
     for names, policy in _LISTS:
-        for name in (f"aten::{name}" for name in names.split()):
+        for name in names.split():
+            is_in_cpus_list = f"aten::{name}" in cpu
             if policy is _as_they_come:
-                wanted = _has_kernel(name)
+                wanted = is_in_cpus_list
             elif names is RECURRENT:
                 wanted = True
             else:
                 # torch's own CPU kernel suffices if both cast to the same dtype.
-                wanted = name in cuda and not (policy in (_lower, _float32) and _has_kernel(name))
+                wanted = f"aten::{name}" in cuda and not (policy in (_lower, _float32) and is_in_cpus_list)
             if wanted:
-                yield name, policy
-
-
-def _kernel(operation: Any, policy: Policy, otherwise: Policy | None) -> Callable[..., Any]:
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = policy if getattr(_entered, "depth", 0) else otherwise
-        if chosen is None:
-            return operation.redispatch(keys & _BELOW, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return chosen(operation, args, kwargs)
-
-    return kernel
-
-
-def _has_kernel(name: str) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY.name))
+                found[name] = where_enabled("cpu", policy)
+    return found

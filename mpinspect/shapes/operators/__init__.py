@@ -6,6 +6,7 @@ To add an operator, add a line to a family's table; to add a family, add a file 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from mpinspect.shapes.operators import attention, convolution, gemm, recurrent
 from mpinspect.shapes.operators.call import Call, Input, UnknownSizesError
@@ -16,16 +17,16 @@ __all__ = ["PRODUCT_OPS", "Input", "matmuls_of", "product_name"]
 _Family = Callable[[Call], tuple[Matmul, ...]]
 
 _GEMMS: dict[str, _Family] = {
-    "mm": gemm.mm,
-    "_int_mm": gemm.mm,
-    "_sparse_mm": gemm.mm,
-    "addmm": gemm.addmm,
-    "_addmm_activation": gemm.addmm,
-    "bmm": gemm.bmm,
-    "baddbmm": gemm.baddbmm,
+    "mm": partial(gemm.plain, dims=2),
+    "_int_mm": partial(gemm.plain, dims=2),
+    "_sparse_mm": partial(gemm.plain, dims=2),
+    "addmm": partial(gemm.plain, dims=2, first=1),
+    "_addmm_activation": partial(gemm.plain, dims=2, first=1),
+    "bmm": partial(gemm.plain, dims=3),
+    "baddbmm": partial(gemm.plain, dims=3, first=1),
     "addbmm": gemm.addbmm,
     "mv": gemm.mv,
-    "addmv": gemm.addmv,
+    "addmv": partial(gemm.mv, first=1),
     "dot": gemm.dot,
     "vdot": gemm.dot,
     "matmul": gemm.matmul,
@@ -33,7 +34,7 @@ _GEMMS: dict[str, _Family] = {
     "linear": gemm.linear,
     "mkldnn_linear": gemm.linear,
     "_linear_pointwise": gemm.linear,
-    "_mkl_linear": gemm.linear_of_mkl,
+    "_mkl_linear": partial(gemm.linear, weight_at=2),
     "_scaled_mm": gemm.scaled_mm,
     "_scaled_mm_v2": gemm.scaled_mm,
     "_grouped_mm": gemm.grouped_mm,
@@ -41,7 +42,7 @@ _GEMMS: dict[str, _Family] = {
     "_scaled_grouped_mm_v2": gemm.grouped_mm,
     "_sparse_semi_structured_linear": gemm.sparse_linear,
     "_sparse_semi_structured_mm": gemm.sparse_mm,
-    "_sparse_semi_structured_addmm": gemm.sparse_addmm,
+    "_sparse_semi_structured_addmm": partial(gemm.sparse_mm, first=1),
     "_weight_int4pack_mm": gemm.packed_weight,
     "_weight_int8pack_mm": gemm.packed_weight,
     "_mixed_dtypes_linear": gemm.mixed_linear,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from mpinspect.shapes.operators.call import (
     Call,
@@ -85,26 +86,8 @@ _FORWARD: dict[str, _Scalars] = {
 #: By operator: (scalars, position of the mask of requested gradients). Arguments begin with grad_output, input, weight.
 _BACKWARD: dict[str, tuple[_Scalars, int]] = {
     "convolution_backward": (_Scalars(stride=4, padding=5, dilation=6, transposed=7, output_padding=8, groups=9), 10),
-    "convolution_backward_overrideable": (
-        _Scalars(stride=3, padding=4, dilation=5, transposed=6, output_padding=7, groups=8),
-        9,
-    ),
+    "convolution_backward_overrideable": (_CONVOLUTION, 9),
     "_slow_conv2d_backward": (_Scalars(stride=4, padding=5), 6),
-}
-
-
-def _forward(call: Call) -> tuple[Matmul, ...]:
-    return convolution(call, _FORWARD[call.op.partition("::")[2]])
-
-
-def _backward(call: Call) -> tuple[Matmul, ...]:
-    return convolution_backward(call, *_BACKWARD[call.op.partition("::")[2]])
-
-
-#: By name without the namespace.
-FAMILY: dict[str, Callable[[Call], tuple[Matmul, ...]]] = {
-    **dict.fromkeys(_FORWARD, _forward),
-    **dict.fromkeys(_BACKWARD, _backward),
 }
 
 
@@ -303,3 +286,10 @@ def _record(
         out=out,
         convolution=geometry,
     )
+
+
+#: By name without the namespace.
+FAMILY: dict[str, Callable[[Call], tuple[Matmul, ...]]] = {
+    **{name: partial(convolution, scalars=scalars) for name, scalars in _FORWARD.items()},
+    **{name: partial(convolution_backward, scalars=scalars, mask=mask) for name, (scalars, mask) in _BACKWARD.items()},
+}

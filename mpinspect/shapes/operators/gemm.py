@@ -67,24 +67,15 @@ def gemm(
     return (record,)
 
 
-def mm(call: Call) -> tuple[Matmul, ...]:
-    """Return the record of mm(self, mat2) or _int_mm."""
-    return gemm(call, call.tensor(0, 2), call.tensor(1, 2), call.result(2))
+def plain(call: Call, dims: int, first: int = 0) -> tuple[Matmul, ...]:
+    """Return the record of mm(self, mat2) and its like, or with ``first`` 1 of addmm(self, mat1, mat2) and its like.
 
-
-def addmm(call: Call) -> tuple[Matmul, ...]:
-    """Return the record of addmm(self, mat1, mat2) or _addmm_activation."""
-    return gemm(call, call.tensor(1, 2), call.tensor(2, 2), call.result(3), addend=call.optional(0))
-
-
-def bmm(call: Call) -> tuple[Matmul, ...]:
-    """Return the record of bmm(self, mat2)."""
-    return gemm(call, call.tensor(0, 3), call.tensor(1, 3), call.result(2))
-
-
-def baddbmm(call: Call) -> tuple[Matmul, ...]:
-    """Return the record of baddbmm(self, batch1, batch2)."""
-    return gemm(call, call.tensor(1, 3), call.tensor(2, 3), call.result(3), addend=call.optional(0))
+    Args:
+        dims: the number of dimensions of the matrices.
+        first: the place of the first one.
+    """
+    a, b = call.tensor(first, dims), call.tensor(first + 1, dims)
+    return gemm(call, a, b, call.result(first + 2), addend=_addend(call, first))
 
 
 def addbmm(call: Call) -> tuple[Matmul, ...]:
@@ -94,14 +85,10 @@ def addbmm(call: Call) -> tuple[Matmul, ...]:
     return gemm(call, a, b, out, addend=call.optional(0))
 
 
-def mv(call: Call) -> tuple[Matmul, ...]:
-    """Return the record of mv(self, vec), with n = 1."""
-    return _matrix_vector(call, call.tensor(0, 2), call.tensor(1, 1), call.result(2), None)
-
-
-def addmv(call: Call) -> tuple[Matmul, ...]:
-    """Return the record of addmv(self, mat, vec), with n = 1."""
-    return _matrix_vector(call, call.tensor(1, 2), call.tensor(2, 1), call.result(3), call.optional(0))
+def mv(call: Call, first: int = 0) -> tuple[Matmul, ...]:
+    """Return the record of mv(self, vec), or with ``first`` 1 of addmv(self, mat, vec), with n = 1."""
+    matrix, vector = call.tensor(first, 2), call.tensor(first + 1, 1)
+    return _matrix_vector(call, matrix, vector, call.result(first + 2), _addend(call, first))
 
 
 def dot(call: Call) -> tuple[Matmul, ...]:
@@ -109,14 +96,20 @@ def dot(call: Call) -> tuple[Matmul, ...]:
     return gemm(call, leading(call.tensor(0, 1)), column(call.tensor(1, 1)))
 
 
-def linear(call: Call) -> tuple[Matmul, ...]:
-    """Return the record of linear(input, weight, bias) or mkldnn_linear; m is the product of the input's leading dimensions."""
-    return _linear(call, call.tensor(0), call.tensor(1), call.optional(2))
+def linear(call: Call, weight_at: int = 1) -> tuple[Matmul, ...]:
+    """Return the record of linear(input, weight, bias), mkldnn_linear or, with ``weight_at`` 2, mkl::_mkl_linear.
 
-
-def linear_of_mkl(call: Call) -> tuple[Matmul, ...]:
-    """Return the record of mkl::_mkl_linear(X, packed weight, weight, bias)."""
-    return _linear(call, call.tensor(0), call.tensor(2), call.optional(3))
+    m is the product of the input's leading dimensions.
+    """
+    x, weight, bias = call.tensor(0), call.tensor(weight_at), call.optional(weight_at + 1)
+    if not x.shape:
+        raise UnknownSizesError
+    if len(weight.shape) == 1:
+        return _matrix_vector(call, folded(x), weight, None, bias)
+    if len(weight.shape) != 2:
+        raise UnknownSizesError
+    a = leading(x) if len(x.shape) == 1 else folded(x)
+    return gemm(call, a, transposed(weight), addend=bias)
 
 
 def matmul(call: Call) -> tuple[Matmul, ...]:
@@ -194,17 +187,14 @@ def sparse_linear(call: Call) -> tuple[Matmul, ...]:
     return gemm(call, x, transposed(weight), None, sizes=(x.shape[0], weight.shape[0], x.shape[1], 1))
 
 
-def sparse_mm(call: Call) -> tuple[Matmul, ...]:
-    """Return the record of _sparse_semi_structured_mm(mat1, meta, mat2), with dense FLOPs; mat1 is stored at half its width."""
-    a, b = call.tensor(0, 2), call.tensor(2, 2)
-    return gemm(call, a, b, call.output, sizes=(a.shape[0], b.shape[1], b.shape[0], 1))
+def sparse_mm(call: Call, first: int = 0) -> tuple[Matmul, ...]:
+    """Return the record of _sparse_semi_structured_mm(mat1, meta, mat2), or with ``first`` 1 of its addmm, with dense FLOPs.
 
-
-def sparse_addmm(call: Call) -> tuple[Matmul, ...]:
-    """Return the record of _sparse_semi_structured_addmm(input, mat1, meta, mat2), with dense FLOPs."""
-    a, b = call.tensor(1, 2), call.tensor(3, 2)
+    mat1 is stored at half its width.
+    """
+    a, b = call.tensor(first, 2), call.tensor(first + 2, 2)
     sizes = (a.shape[0], b.shape[1], b.shape[0], 1)
-    return gemm(call, a, b, call.output, addend=call.optional(0), sizes=sizes)
+    return gemm(call, a, b, call.output, addend=_addend(call, first), sizes=sizes)
 
 
 def packed_weight(call: Call) -> tuple[Matmul, ...]:
@@ -227,15 +217,9 @@ def mixed_linear(call: Call) -> tuple[Matmul, ...]:
     return gemm(call, x, weight, None, sizes=(x.shape[0], n, x.shape[1], 1))
 
 
-def _linear(call: Call, x: Operand, weight: Operand, bias: Operand | None) -> tuple[Matmul, ...]:
-    if not x.shape:
-        raise UnknownSizesError
-    if len(weight.shape) == 1:
-        return _matrix_vector(call, folded(x), weight, None, bias)
-    if len(weight.shape) != 2:
-        raise UnknownSizesError
-    a = leading(x) if len(x.shape) == 1 else folded(x)
-    return gemm(call, a, transposed(weight), addend=bias)
+def _addend(call: Call, first: int) -> Operand | None:
+    """Return the tensor that is added, which is the argument before the matrices."""
+    return call.optional(0) if first else None
 
 
 def _matrix_vector(

@@ -1,9 +1,8 @@
 """Apply CUDA's autocast to tensors on other devices, so that operators run in the dtypes that they would have on a GPU.
 
-Autocast acts in the dispatcher by each tensor's device, so CUDA's kernels skip meta tensors. This module registers kernels with
-the same lists ("Autocast Op Reference" in torch's documentation, ``ATen/autocast_mode.h``) under a dispatch key that no device
-here uses. They act only in a thread that is inside ``as_on_cuda()``, and only while CUDA's own autocast flag is set, so a
-model's nested ``torch.autocast("cuda", enabled=False)`` works as it does on a GPU.
+Autocast acts in the dispatcher by each tensor's device, so CUDA's kernels skip meta tensors. This module's kernels have the
+same lists ("Autocast Op Reference" in torch's documentation, ``ATen/autocast_mode.h``) and act only while CUDA's own autocast
+flag is set, so a model's nested ``torch.autocast("cuda", enabled=False)`` works as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,22 +18,19 @@ from torch.amp import autocast_mode
 
 from mpinspect.runtime.emulation.autocast_lists import FLOAT32, FLOAT32_BY_DEFAULT, WIDEST
 from mpinspect.runtime.emulation.autocast_policies import (
+    CASTING,
     ELIGIBLE,
     Policy,
     cast_all,
     float32,
     float32_by_default,
-    operator_named,
+    where_enabled,
     widest,
 )
 from mpinspect.shapes.record.fused import FUSED
 
-#: Graphcore's key: torch has neither kernels nor a fallback for it.
-_KEY = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
-_THIS = torch._C.DispatchKeySet(_KEY)
-_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 #: Operators that are not cast: CUDA's autocast raises an error for this one, and a recording must not.
-_NOT_CAST = ("aten::binary_cross_entropy",)
+_NOT_CAST = {"binary_cross_entropy"}
 
 #: torch's own functions, saved before other devices' contexts are made to count as CUDA's.
 _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
@@ -42,8 +38,6 @@ _is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enable
 #: Functions that libraries call to query a device's autocast; checkpointing does so to repeat it in the recomputation.
 _ASKED = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
 _AVAILABLE = "is_autocast_available"
-
-_registering = threading.Lock()
 
 
 @contextmanager
@@ -53,18 +47,8 @@ def as_on_cuda(also: str) -> Iterator[None]:
     Args:
         also: type of the device that the model runs on ("meta"); autocast contexts for it count as CUDA's.
     """
-    with _registering:
-        _register()
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY)
-    included = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
-    with _contexts_for(also):
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, False)
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
-        try:
-            yield
-        finally:
-            torch._C._dispatch_tls_set_dispatch_key_included(_KEY, included)
-            torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, excluded)
+    with _contexts_for(also), CASTING.running(_policies()):
+        yield
 
 
 @contextmanager
@@ -153,23 +137,7 @@ def _is_eligible(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in ELIGIBLE
 
 
-# -- registration --------------------------------------------------------------------------------------------------------
-
-
 @cache
-def _register() -> tuple[torch.library.Library, torch.library.Library]:
-    """Register the kernels once in a process, at the first call. The cache holds references to the libraries."""
-    rest, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    rest.fallback(torch.library.fallthrough_kernel, _KEY.name)  # type: ignore[no-untyped-call]
-    for name, policy in _policies().items():
-        overload = name.removeprefix("aten::")
-        found = operator_named(overload)
-        fused = FUSED.get(overload)
-        kernel = _fusing(found, policy, fused) if fused else _casting(found, policy)
-        library.impl(overload, kernel, _KEY.name, with_keyset=True)  # type: ignore[no-untyped-call]
-    return rest, library
-
-
 def _policies() -> dict[str, Policy]:
     """Return the policy of each operator that this torch version autocasts on CUDA; 16 bits for operators on no other list."""
     listed: dict[str, Policy] = {}
@@ -178,35 +146,21 @@ def _policies() -> dict[str, Policy]:
         (FLOAT32_BY_DEFAULT, float32_by_default(_is_eligible)),
         (WIDEST, widest(_cast_one, _is_eligible, "cuda")),
     ):
-        listed.update(dict.fromkeys((f"aten::{name}" for name in names.split()), policy))
+        listed.update(dict.fromkeys(names.split(), policy))
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
-    policies = {
-        name: listed.get(name, _lower) for name in registered if name.startswith("aten::") and name not in _NOT_CAST
-    }
-    # On a GPU, cuDNN's operator inside these operators does the cast.
-    return {**policies, **dict.fromkeys((f"aten::{name}" for name in FUSED), _lower)}
+    cast = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")} - _NOT_CAST
+    casting = {name: where_enabled("cuda", listed.get(name, _lower)) for name in cast}
+    return casting | {name: _fusing(fused) for name, fused in FUSED.items()}
 
 
-def _casting(operation: Any, policy: Policy) -> Callable[..., Any]:
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_autocast_enabled("cuda"):
-            return operation.redispatch(keys & _BELOW, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(_THIS):
-            return policy(operation, args, kwargs)
+def _fusing(fused: Callable[..., Any]) -> Policy:
+    """Return the policy of an operator that a GPU computes as a whole (with cuDNN's casts) and other devices decompose."""
 
-    return kernel
+    def run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        whole = partial(fused, operation)
+        return _lower(whole, args, kwargs) if torch.is_autocast_enabled("cuda") else whole(*args, **kwargs)
 
-
-def _fusing(operation: Any, policy: Policy, fused: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the kernel of an operator that a GPU computes as a whole and other devices decompose."""
-
-    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_THIS):
-            if torch.is_autocast_enabled("cuda"):
-                return policy(lambda *cast, **named: fused(operation, *cast, **named), args, kwargs)
-            return fused(operation, *args, **kwargs)
-
-    return kernel
+    return run
 
 
 # -- the model's own contexts --------------------------------------------------------------------------------------------

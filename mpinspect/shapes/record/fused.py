@@ -14,13 +14,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch._C._autograd import _get_sequence_nr
 
-from mpinspect.runtime.emulation.autocast_policies import ELIGIBLE
+from mpinspect.runtime.emulation.autocast_policies import ELIGIBLE, ThreadKernels
 from mpinspect.shapes.operators.attention import fused_operators
 from mpinspect.shapes.records import Matmul, Operand
 
@@ -236,35 +235,21 @@ def _expanded(mask: Operand | None, shape: tuple[int, ...], dtype: str) -> Opera
 
 # -- attention of a training step on a CPU ---------------------------------------------------------------------------------
 
-#: Habana's key: torch has neither kernels nor a fallback for it.
-_KEY = torch._C.DispatchKey.AutocastHPU  # type: ignore[attr-defined]
-_THIS = torch._C.DispatchKeySet(_KEY)
+_OBSERVING = ThreadKernels("AutocastHPU")
 
 
 def observe_attention(wanted: bool) -> None:
     """Begin or end describing this thread's calls of scaled_dot_product_attention, which run unchanged."""
-    if wanted:
-        _register()
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_KEY, not wanted)
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, wanted)
+    _OBSERVING.use(*[{"scaled_dot_product_attention": _observed}] * wanted)
 
 
-@cache
-def _register() -> tuple[torch.library.Library, ...]:
-    """Register the kernel once in a process, at the first call. The cache holds references to the libraries."""
-    rest, library = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    rest.fallback(torch.library.fallthrough_kernel, _KEY.name)  # type: ignore[no-untyped-call]
-    library.impl("scaled_dot_product_attention", _observed, _KEY.name, with_keyset=True)  # type: ignore[no-untyped-call]
-    return rest, library
-
-
-def _observed(keys: Any, *args: Any, **kwargs: Any) -> Any:
+def _observed(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         call = _described(*args, **kwargs)
     except Exception:  # the operator itself raises for arguments that do not fit, and must run in any case
         call = Attended()
-    with torch._C._ExcludeDispatchKeyGuard(_THIS), _recorded_as(call):
-        return aten.scaled_dot_product_attention.default(*args, **kwargs)
+    with _recorded_as(call):
+        return operation(*args, **kwargs)
 
 
 def _described(

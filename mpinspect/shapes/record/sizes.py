@@ -70,7 +70,6 @@ def named_sizes(model: torch.nn.Module, odd: Collection[int] = ()) -> dict[str, 
 
 
 def _places(model: torch.nn.Module) -> Iterator[tuple[_Place, int]]:
-    """Yield the sizes of modules, each with its place."""
     for path, module in model.named_modules():
         path = plain_path(path)
         own = module.__dict__

@@ -62,7 +62,6 @@ _TALK = {True: "yes", False: "no", None: NOT_APPLICABLE}
 
 
 def document(report: ShapeReport) -> Document:
-    """Return the report as a document."""
     bars = section("Products, worst first", _products(product_rows(report)), is_on_front=True)
     clean = clean_sentence(report)
     return Document(

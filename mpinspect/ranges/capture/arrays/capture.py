@@ -30,7 +30,6 @@ class OpenStep:
     peak: int | None = None
 
     def add(self, sample: ArraySample) -> None:
-        """Add the sample of one array."""
         self.parts.setdefault(sample.key, []).append(sample.window)
         if sample.key.kind in GRADIENT_KINDS:
             self.scales[sample.scale] = None
@@ -94,7 +93,6 @@ class StepNumbers:
         self.given = given
 
     def end(self) -> None:
-        """End the open step."""
         self.is_open = False
 
 
