@@ -113,6 +113,13 @@ def penalty_divided(training):
     training.step()
 
 
+def penalty_divided_by_a_number(training):
+    x = torch.randn(6, 8, requires_grad=True)
+    (scaled,) = torch.autograd.grad(training.scaler.scale(training.model(x).sum()), x, create_graph=True)
+    training.scaler.get_scale()
+    training.scaler.scale((scaled * 0.5).square().mean() + training.loss()).backward()
+
+
 def penalty_divided_with_more(training):
     x = torch.randn(6, 8, requires_grad=True)
     (scaled,) = torch.autograd.grad(training.scaler.scale(training.model(x).sum()), x, create_graph=True)
@@ -248,6 +255,12 @@ HEALTHY = (
 @pytest.mark.parametrize("step", HEALTHY)
 def test_nothing_is_found_in_a_right_step(step, scale):
     assert Training(scale=scale).followed(step) == []
+
+
+def test_a_scale_that_has_fallen_to_zero_is_followed():
+    training = Training()
+    training.scaler.load_state_dict(training.scaler.state_dict() | {"scale": 0.0})
+    assert training.followed(penalty_divided_by_a_number) == []
 
 
 OPTIMIZERS = {

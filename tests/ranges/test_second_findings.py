@@ -24,12 +24,14 @@ from mpinspect.ranges.records import (
     ExaminedArgument,
     ExaminedBatch,
     ExaminedMask,
+    ExaminedTarget,
     FrozenBuffer,
     GradientsError,
     LostSum,
     MixedPowers,
     RoundedArgument,
     RoundedBound,
+    SaturatedCast,
     Ties,
     WeightGrowth,
 )
@@ -404,6 +406,31 @@ def test_gradients_that_fp8_spoils_in_many_layers_are_the_fault_of_its_cast(dtyp
     assert found.severity == ("error" if dtype.startswith("float8") and error > 1 else "info")
     if found.severity == "error":
         assert "They begin in 'blocks.0' (train.py:5), where a cast rounds to FP8 E4M3." in found.message
+
+
+@pytest.mark.parametrize(
+    ("place", "is_of_cast"), [(("add_", "", "backward", ""), True), (("add_", "train.py:9", "forward"), False)]
+)
+def test_an_error_of_fp8_at_no_line_is_that_of_the_cast_that_cuts_values_off(place, is_of_cast):
+    off = GradientsError(step=101, names=place, text="float8_e4m3", error=1.2, share=0.4, of=4, off=4)
+    cut = SaturatedCast(step=31, names=("clamp", "train.py:5", "forward"), text="float8_e4m3", **CUT)
+    found = findings(off, cut)
+    assert ("gradients-inaccurate" in found) is not is_of_cast
+    assert found["cast-saturates"].severity == ("error" if is_of_cast else "warning")
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "severity"),
+    [
+        ("backward", 0.02, "info"),
+        ("backward", 0.2, "warning"),
+        ("backward", None, "warning"),
+        ("forward", 0.02, "warning"),
+    ],
+)
+def test_a_backwards_sum_matters_as_far_as_the_gradients_are_off(place, error, severity):
+    lost = LostSum(step=1, names=("index_put", "train.py:9", place, "w"), text="float16", error=0.5, value=2, exact=1)
+    assert findings(replace(lost, gradients_error=error))["sum-loses-terms"].severity == severity
 
 
 @pytest.mark.parametrize(("error", "severity"), [(0.4, "info"), (1.2, "warning")])
@@ -918,6 +945,7 @@ def test_an_overflow_that_makes_a_zero_leads_before_the_logarithm_of_it():
     assert "overflow-in-operator" not in findings(examined, overflow, precision=FP16, events=events)
 
 
+CUT = {"lost": 0.1, "saturated": 0.1, "largest": 1e3, "bound": 448.0}
 LOG = ("log", "train.py:7", "forward", "clamp", "train.py:5")
 ZERO = ExaminedArgument(step=7, text="a logarithm of zero", elements=5, bits=16)
 BATCH = ExaminedBatch(step=7, elements=5)
@@ -931,6 +959,7 @@ BATCH = ExaminedBatch(step=7, elements=5)
         ([ZERO], broken(7), "error"),
         ([replace(ZERO, text="a square root of zero")], broken(7), "info"),
         ([BATCH], broken(7), "info"),
+        ([ExaminedTarget(step=7, elements=5)], broken(7), "error"),
         ([born(1e5, ("mul", "train.py:9", "forward"))], broken(7), "info"),
         ([born(0.0, ("log", "train.py:7", "forward"))], broken(7), "error"),
         ([], replace(broken(7), module="body"), "info"),

@@ -17,7 +17,7 @@ import mpinspect
 from mpinspect.ranges.capture.steps import LossLevel, StepChoice
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.truncated_writes import TruncatedWrites
-from mpinspect.ranges.records import BornInfinite
+from mpinspect.ranges.records import BornInfinite, GradientsError, recorded
 
 
 class Hub(nn.Module):
@@ -429,6 +429,26 @@ def test_the_error_of_a_difference_that_is_added_back_is_none(is_added_back):
             take_step(optimizer, model[2](given).square().mean())
     found = {each.id for each in inspector.report().findings if each.severity != "info"}
     assert ("result-is-rounding-error" in found) is not is_added_back
+
+
+def test_the_gradients_of_masters_are_compared_where_the_loop_drops_those_of_the_weights():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).bfloat16()
+    masters = [weight.detach().float().requires_grad_() for weight in model.parameters()]
+    # In another order than the weights.
+    optimizer = torch.optim.AdamW([{"params": masters[1::2]}, {"params": masters[::2]}])
+    with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
+        for _ in range(4):
+            (model(torch.randn(8, 16).bfloat16()).float().square().mean() * 256).backward()
+            for weight, master in zip(model.parameters(), masters, strict=True):
+                master.grad, weight.grad = weight.grad.float() / 256, None
+            optimizer.step()
+            with torch.no_grad():
+                for weight, master in zip(model.parameters(), masters, strict=True):
+                    weight.copy_(master)
+    errors = [each for each in recorded(inspector.session().measurements, GradientsError) if each.text == "bfloat16"]
+    assert [each.of for each in errors] == [4]
+    assert 1e-3 < errors[0].error < 0.1
 
 
 EPOCH = 1_700_000_000

@@ -11,7 +11,8 @@ from torch import nn
 
 from mpinspect import Inspector
 from mpinspect.ranges.analyse import analyse
-from mpinspect.ranges.faults.measure.singularities import Rows, overflowed_pack, singular
+from mpinspect.ranges.capture.graph import graph
+from mpinspect.ranges.faults.measure.singularities import Rows, overflowed, overflowed_pack, singular
 from mpinspect.ranges.session import Event, Measurement, OptimizerRecord, Precision, Progress, ScaleChange, ScalerRecord
 from mpinspect.ranges.windows.tensors import LostUpdates, TensorKey
 
@@ -394,6 +395,22 @@ def test_the_logarithm_of_a_sum_that_fp16_cannot_hold_names_the_sum(dtype, what)
     terms = torch.full((2, 40), 2000.0, requires_grad=True)
     found = singular(terms.to(dtype).sum(1).log().grad_fn)
     assert (found and f"{found.operator} {found.what}") == what
+
+
+@pytest.mark.parametrize("add", [torch.index_add, torch.scatter_add])
+@pytest.mark.parametrize(("size", "is_found"), [(5e3, False), (7e3, True)])
+def test_an_indexed_sum_that_fp16_cannot_hold_is_found(add, size, is_found):
+    """Terms of twelve squares, none of which is beyond FP16's range."""
+    terms = torch.full((12, 2), math.sqrt(size), requires_grad=True).half()
+    index = torch.zeros(12, dtype=torch.long)
+    index = index if add is torch.index_add else index[:, None].expand(12, 2)
+    total = add(torch.zeros(3, 2).half(), 0, index, (terms * terms))
+    loss = total.relu().float().sum().log()
+    found = overflowed(graph([loss.grad_fn], 64))
+    assert (found is not None) is is_found
+    if is_found:
+        assert (found.operator, found.what) == ("an indexed sum", "beyond FP16's largest number, 65504")
+        assert (found.elements, found.rows.first) == (2, (0,))
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -29,8 +29,10 @@ _INFINITE_AT = {
     aten.log1p: (-1.0,),
     aten.logit: (0.0, 1.0),
 }
+#: Sums of the terms with the same index.
+_INDEXED = (aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_)
 #: Operators whose calls have their lines recorded: a later step, which is not computed twice, may break in one of them.
-_AT_EDGES = frozenset({*_EDGES, aten.exp, aten.log1p, aten.mul, aten.sum, aten.mm, aten.bmm, aten.addmm})
+_AT_EDGES = frozenset({*_EDGES, aten.exp, aten.log1p, aten.mul, aten.sum, aten.mm, aten.bmm, aten.addmm, *_INDEXED})
 #: The most such calls of an operator.
 _MOST_CALLS = 8
 #: Operators whose result has values of their first argument.
@@ -86,7 +88,7 @@ class Edges:
     def called(self, operator: Any, args: tuple[Any, ...]) -> None:
         """Remember the line of an operator that may be infinite at an edge of its domain."""
         if operator in _AT_EDGES and takes_gradient(args):
-            lines = self._calls[operator.__name__]
+            lines = self._calls[operator.__name__.rstrip("_")]
             if len(lines) <= _MOST_CALLS:
                 lines.append(innermost_line(sys._getframe()))
 

@@ -257,7 +257,8 @@ class PowersOfScale:
         if value == 0:
             return ZERO
         number = float(value)
-        for power in (1.0, -1.0):
+        # A scale that was halved again and again is zero in the end.
+        for power in (1.0, -1.0) if self._scale > 0 else ():
             if math.isclose(number, self._scale**power, rel_tol=1e-6) and self._scale != 1.0:
                 # A loop that has not read the scale, and a derivative, have another reason for this number.
                 is_loops = self._is_read and torch._C._current_autograd_node() is None

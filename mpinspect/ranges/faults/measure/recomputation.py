@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -131,10 +131,23 @@ class Recomputation:
         """Compare the gradients before an optimizer may change them, and take the weights that it leaves as exact."""
         stepped = {id(each): each for group in optimizer.param_groups for each in group["params"]}
         with _disable_current_modes():
-            taken = ((name, each) for name, each in self._parameters if id(each) in stepped)
-            self._taken |= self._errors_of_gradients(taken)
+            taken = [(name, each) for name, each in self._parameters if id(each) in stepped]
+            self._taken |= self._errors_of_gradients(taken or self._masters(stepped.values()))
             if not self.is_over:
                 self._forget(list(stepped.values()))
+
+    def _masters(self, stepped: Iterable[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that an optimizer steps in place of the model's weights, with the weights' names.
+
+        Before the step each weight is its master, rounded.
+        """
+        weights = [(name, each) for name, each in self._parameters if has_numbers(each)]
+        for master in stepped:
+            alike = (pair for pair in weights if pair[1].shape == master.shape)
+            of = next((pair for pair in alike if torch.equal(pair[1], master.to(pair[1]))), None)
+            if of is not None:
+                weights.remove(of)
+                yield of[0], master
 
     # -- the operators ----------------------------------------------------------------------------------------------
 
@@ -398,9 +411,7 @@ class Recomputation:
             return {}
         return self._errors | self._errors_of_gradients(self._parameters) | self._taken
 
-    def _errors_of_gradients(
-        self, parameters: Iterable[tuple[str, torch.nn.Parameter]]
-    ) -> dict[str, tuple[float, float]]:
+    def _errors_of_gradients(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[float, float]]:
         return {
             name: self._error_and_size(parameter.grad)
             for name, parameter in parameters

@@ -423,6 +423,10 @@ def _exact(node: Any, most: int) -> torch.Tensor | None:
         if terms is None:
             return None
         return terms.sum() if node.name().endswith("0") else terms.sum(_dims(node), node._saved_keepdim)
+    if name in _INDEXED:
+        kept = getattr(node, "_saved_source", None)
+        terms = kept.float() if is_plain(kept) else _exact(before[1], most - 1)
+        return None if terms is None else _indexed_sum(node, terms)
     if name == "Pow":
         is_known = is_plain(node._saved_self) and not isinstance(node._saved_exponent, torch.Tensor)
         return node._saved_self.float() ** node._saved_exponent if is_known else None
@@ -437,6 +441,13 @@ def _exact(node: Any, most: int) -> torch.Tensor | None:
     result = _RULES[name](*known)
     bias = getattr(before[0], "variable", None) if first else None
     return result + bias.float() if is_plain(bias) else result
+
+
+def _indexed_sum(node: Any, terms: torch.Tensor) -> torch.Tensor:
+    """Return the sum of these terms alone: what they are added to, mostly zeros, is not saved."""
+    sums = torch.zeros(node._input_metadata[0].shape, device=terms.device)
+    add = sums.index_add_ if operator_of(node) == "IndexAdd" else sums.scatter_add_
+    return add(saved_dim(node), node._saved_index, terms)
 
 
 def _dims(node: Any) -> list[int]:
@@ -558,12 +569,15 @@ _SAVED = ("_saved_self", "_saved_other", "_saved_mat1", "_saved_mat2", "_saved_r
 _OPERANDS = 2
 #: Most nodes on the way to one whose result is computed again.
 _MOST_BEFORE = 6
+#: Sums of the terms with the same index.
+_INDEXED = ("IndexAdd", "ScatterAdd")
 #: The operations whose results are computed again.
 _BEYOND = {
     "Mul": "a product",
     "Div": "a division",
     "Pow": "",
     "Sum": "a sum",
+    **dict.fromkeys(_INDEXED, "an indexed sum"),
     **dict.fromkeys(_MATRIX_PRODUCTS, "a matrix product"),
 }
 #: Sums and differences, which save no operand.

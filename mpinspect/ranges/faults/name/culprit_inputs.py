@@ -593,6 +593,7 @@ _DESCRIBED = {
     "exp": "exp",
     **dict.fromkeys(("log", "log1p", "log2", "log10"), "logarithm"),
     **dict.fromkeys(("mm", "bmm", "addmm"), "matrix product"),
+    **dict.fromkeys(("index_add", "scatter_add"), "an indexed sum"),
     "mul": "a product",
     "mean": "a mean",
     "std": "a standard deviation",

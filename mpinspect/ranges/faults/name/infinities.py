@@ -33,7 +33,9 @@ from mpinspect.ranges.records import (
     BrokenInFP32,
     Examined,
     ExaminedArgument,
+    ExaminedDifference,
     ExaminedMask,
+    ExaminedTarget,
     GradientsError,
     InfiniteDivisor,
     Record,
@@ -450,7 +452,9 @@ def _broke_at(bound: RoundedBound, event: Event, case: Case) -> bool:
     if any(born.names[:3] != bound.names[:3] for born in case.recorded(BornInfinite) if born.names[2] == "forward"):
         return False
     examined = next((each for each in case.recorded(Examined) if each.step == event.step), None)
-    if examined is not None and not isinstance(examined, ExaminedMask) and not is_of_unknown_origin(examined):
+    # Code outside of the graph, such as that of targets, may have computed the operator.
+    of_data = isinstance(examined, (ExaminedMask, ExaminedTarget, ExaminedDifference))
+    if examined is not None and not of_data and not is_of_unknown_origin(examined):
         return of_operation([bound], examined) is not None
     return event.module == bound.name
 
@@ -461,7 +465,7 @@ FAULTS = (
         "error",
         _bound_rounds_away,
         (_Bound, Born),
-        ("non-finite-event", "argument-out-of-range", "mask-hides-whole-row"),
+        ("non-finite-event", "argument-out-of-range", "mask-hides-whole-row", "batch-not-finite"),
         checked=TWICE,
     ),
     Fault(

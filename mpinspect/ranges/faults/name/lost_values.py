@@ -80,11 +80,13 @@ def _sum_loses_terms(case: Case) -> Iterator[Found]:
     """A sum in 16 bits whose terms are rounded away.
 
     False alarms: The error is measured, and reported from 3% on. Below 25% the severity is info, unless a weight's gradient is
-    off by 10%.
+    off by 10%. Of a backward's sum that error alone counts.
     """
     for lost in by_place(case.recorded(LostSum), "error"):
         also, words = gradients_off(lost)
-        is_fault = also is not None or lost.error >= _MOST_OF_IT
+        # All that a backward's sum does is done to the gradients.
+        is_measured = lost.gradients_error is not None and not lost.names[2].startswith("forward")
+        is_fault = also is not None or (lost.error >= _MOST_OF_IT and not is_measured)
         operator = lost.names[0].strip("_")
         code = _Sum.CAST_INDEXED.when(operator.startswith(("index", "scatter", "embedding"))) or _Sum.CAST
         code = _Sum.CAST_PUT.when(operator.startswith("index_put")) or code
@@ -444,10 +446,12 @@ def _of_cast(
 
 
 def _begins_at(lines: set[str], case: Case) -> Iterator[GradientsError]:
-    """Yield the errors of gradients that begin at one of these lines."""
+    """Yield the errors of gradients that begin at one of these lines of casts to FP8, or, in FP8, at no known line."""
     for each in case.recorded(GradientsError):
         origin = origin_of(each)
-        if each.error >= _MOSTLY and not lines.isdisjoint((each.names[1], origin.names[1] if origin else "")):
+        places = {each.names[1], origin.names[1] if origin else ""} - {""}
+        is_of_casts = lines and not places and each.text in _FP8_TYPES
+        if each.error >= _MOSTLY and (is_of_casts or not lines.isdisjoint(places)):
             yield each
 
 
