@@ -445,7 +445,7 @@ def _exact(node: Any, most: int) -> torch.Tensor | None:
 
 def _indexed_sum(node: Any, terms: torch.Tensor) -> torch.Tensor:
     """Return the sum of these terms alone: what they are added to, mostly zeros, is not saved."""
-    sums = torch.zeros(node._input_metadata[0].shape, device=terms.device)
+    sums = torch.zeros(node._input_metadata[0].shape, dtype=terms.dtype, device=terms.device)
     add = sums.index_add_ if operator_of(node) == "IndexAdd" else sums.scatter_add_
     return add(saved_dim(node), node._saved_index, terms)
 
