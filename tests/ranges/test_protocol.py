@@ -351,6 +351,24 @@ def test_a_run_that_ends_within_a_step_has_not_stopped(numbers, step_last):
     assert "steps-stopped" not in with_backwards(numbers, step_last=step_last)
 
 
+def test_gradients_that_add_up_after_the_training_in_another_place_are_not_of_it():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 2)
+
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(6):
+            model(torch.randn(16, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with Inspector(model) as inspector:
+        train()
+        for _ in range(30):
+            model(torch.randn(1, 8)).square().mean().backward()
+    assert "steps-stopped" not in {finding.id for finding in analyse(inspector.session()).findings}
+
+
 def test_gradients_that_are_asked_for_after_the_last_step_add_up_nothing():
     torch.manual_seed(0)
     model = nn.Linear(8, 2)

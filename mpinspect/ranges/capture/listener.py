@@ -103,6 +103,7 @@ class Listener(Guarded):
         if not self._dispatcher.at_work or not losses or not self._reaches_model(losses):
             return
         self._scale.backward_called(losses)
+        self._clock.backward_called()
         self._dispatcher.read_graph(losses)
         self._clock.loss_kind = tuple(map(operator_of, graph((each.grad_fn for each in losses), _OPERATORS)))
         # Of a compiled model no forward is seen.

@@ -7,6 +7,7 @@ forward or backward that follows a backward, if the weights were updated or the 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -100,6 +101,11 @@ class StepClock:
         self.backwards = 0
         #: Backwards of the unfinished step, and the most in a finished one.
         self.backwards_of_step = self.most_backwards = 0
+        #: The lines that called the backwards of finished steps, as far as measured, and of the running one; and a line that did
+        #: so long after the last step.
+        self._lines: set[str] = set()
+        self._lines_of_step: set[str] = set()
+        self._late_line = ""
         self.skipped_steps = 0
         #: Whether a step has been skipped after those in which a scaler searches for its scale.
         self._skipped_late = False
@@ -167,10 +173,10 @@ class StepClock:
 
     @property
     def has_stopped(self) -> bool:
-        """Whether far more backwards have run since the last step than ran in any step before."""
-        return self._had_optimizers and self.backwards_of_step >= max(
-            _FEWEST_OF_STOPPED, _MANY_TIMES * self.most_backwards
-        )
+        """Whether far more backwards of the training have run since the last step than ran in any step before."""
+        least = max(_FEWEST_OF_STOPPED, _MANY_TIMES * self.most_backwards)
+        is_of_training = not self._late_line or self._late_line in self._lines
+        return self._had_optimizers and self.backwards_of_step >= least and is_of_training
 
     def optimizer_begins(self) -> None:
         """Record that an optimizer begins its step, which may call a closure."""
@@ -196,6 +202,13 @@ class StepClock:
             self._closures += 1
             self.any_closure_left_out |= self.enough_closures
         return False
+
+    def backward_called(self) -> None:
+        """Remember the line that calls a backward, if it may tell whether a late one is the training's."""
+        if self.backwards_of_step == _FEWEST_OF_STOPPED:
+            self._late_line = innermost_line(sys._getframe())
+        elif self.measured:
+            self._lines_of_step.add(innermost_line(sys._getframe()))
 
     def backward(self, *, is_inner: bool = False) -> None:
         """Record a backward that reaches the model; ``is_inner``: the loss is computed from its gradients, as a penalty is."""
@@ -246,6 +259,8 @@ class StepClock:
         if finished:
             self.most_backwards = max(self.most_backwards, self.backwards_of_step)
             self.backwards_of_step = 0
+            self._lines |= self._lines_of_step
+        self._lines_of_step.clear()
         self.micro_batch = 0
         self._done.clear()
         self.in_forward, self.after_backward, self.model_ran = False, False, False
