@@ -32,7 +32,9 @@ _INFINITE_AT = {
 #: Sums of the terms with the same index.
 _INDEXED = (aten.index_add, aten.index_add_, aten.scatter_add, aten.scatter_add_)
 #: Operators whose calls have their lines recorded: a later step, which is not computed twice, may break in one of them.
-_AT_EDGES = frozenset({*_EDGES, aten.exp, aten.log1p, aten.mul, aten.sum, aten.mm, aten.bmm, aten.addmm, *_INDEXED})
+_AT_EDGES = frozenset(
+    {*_EDGES, aten.exp, aten.log1p, aten.mul, aten.sum, aten.mean, aten.mm, aten.bmm, aten.addmm, *_INDEXED}
+)
 #: The most such calls of an operator.
 _MOST_CALLS = 8
 #: Operators whose result has values of their first argument.
@@ -88,9 +90,9 @@ class Edges:
     def called(self, operator: Any, args: tuple[Any, ...]) -> None:
         """Remember the line of an operator that may be infinite at an edge of its domain."""
         if operator in _AT_EDGES and takes_gradient(args):
-            lines = self._calls[operator.__name__.rstrip("_")]
-            if len(lines) <= _MOST_CALLS:
-                lines.append(innermost_line(sys._getframe()))
+            lines, line = self._calls[operator.__name__.rstrip("_")], innermost_line(sys._getframe())
+            if len(lines) <= _MOST_CALLS or line not in lines:
+                lines.append(line)
 
     def ran(self, pending: Pending, value: torch.Tensor, describe: Callable[..., Any]) -> None:
         """Follow and judge an operator of the forward. Waits for the device.
@@ -198,8 +200,10 @@ class Edges:
 
     def records(self) -> list[Record]:
         """Return the worst argument of each operator, and the lines of the operators that are called in few places."""
-        calls = ((name, lines) for name, lines in self._calls.items() if len(lines) <= _MOST_CALLS)
-        lines = (CalledLines(names=tuple(lines), text=name) for name, lines in calls)
+        calls = {
+            name: lines if len(lines) <= _MOST_CALLS else dict.fromkeys(lines) for name, lines in self._calls.items()
+        }
+        lines = (CalledLines(names=tuple(each), text=name) for name, each in calls.items() if len(each) <= _MOST_CALLS)
         return [*lines, *self._arguments.values(), *filter(None, [self._of_one, self._reached])]
 
 
