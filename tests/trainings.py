@@ -29,18 +29,35 @@ def plain_inductor() -> AbstractContextManager[Any]:
     return inductor.patch({"compile_threads": 1, "cpp.vec_isa_ok": False})  # type: ignore[no-any-return]
 
 
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def cpu_scaler(scale: float, **options: Any) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale, **options)
+
+
 def inspected(
     model: nn.Module,
     loss_of: Callable[[int], torch.Tensor],
     steps: int,
     *,
+    lr: float = 0.1,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    after_step: Callable[[int], object] | None = None,
     **options: Any,
 ) -> Inspector:
-    """Train on ``loss_of(step)`` under an inspector that is given the options; the default is SGD at a rate of 0.1."""
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer, **options) as inspector:
+    """Train on ``loss_of(step)`` under an inspector that is given the options; the default is SGD.
+
+    Args:
+        after_step: called after each step, without gradients.
+    """
+    optimizer = optimizer or sgd(model, lr)
+    with Inspector(model, **{"optimizers": optimizer, **options}) as inspector:
         for step in range(steps):
             take_step(optimizer, loss_of(step), scaler)
+            if after_step is not None:
+                with torch.no_grad():
+                    after_step(step)
     return inspector

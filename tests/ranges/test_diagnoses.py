@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 from agreeing_reports import analyse, contradictions
 from torch import nn
-from trainings import take_step
+from trainings import cpu_scaler, sgd, take_step
 
 from mpinspect import Inspector, MixedPrecision, Session
 from mpinspect.numeric.formats import as_format
@@ -62,14 +62,6 @@ def spoiled(value, steps=(5,)):
         return x
 
     return batch_of
-
-
-def cpu_scaler(scale, **options):
-    return torch.amp.GradScaler("cpu", init_scale=scale, **options)
-
-
-def sgd(model, rate=0.1):
-    return torch.optim.SGD(model.parameters(), lr=rate)
 
 
 def train(
