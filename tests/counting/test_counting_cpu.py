@@ -85,8 +85,7 @@ def expect_the_same(tensor: torch.Tensor) -> None:
 
 
 PARTS = st.lists(
-    st.tuples(st.sampled_from(KINDS), st.one_of(st.integers(0, 600), st.sampled_from([4095, 4096, 4097]))),
-    max_size=5,
+    st.tuples(st.sampled_from(KINDS), st.one_of(st.integers(0, 600), st.sampled_from([4095, 4096, 4097]))), max_size=5
 )
 
 

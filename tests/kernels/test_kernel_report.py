@@ -187,10 +187,7 @@ def large(name, time, call=1, op=LARGE):
         ([kernel(made.NATIVE, 200, LARGE), kernel(made.NATIVE, 200, LARGE)], [1, 1]),
         ([large(made.NATIVE, 150), large(made.NATIVE, 50)], [3 / 4, 1 / 4]),
         ([large(made.NATIVE, 150), large(made.SGEMM, 50)], [None, None]),
-        (
-            [large(made.NATIVE, 200, None, op) for op in (LARGE, LARGE, mm(4096, 4096, 4096))],
-            [None, None, 1],
-        ),
+        ([large(made.NATIVE, 200, None, op) for op in (LARGE, LARGE, mm(4096, 4096, 4096))], [None, None, 1]),
     ],
     ids=["a helper", "two calls", "equal kernels", "unlike kernels", "no numbers of calls"],
 )
@@ -616,8 +613,7 @@ def test_an_unfamiliar_kernel_of_another_operator_is_not_a_product(op):
 def test_an_operator_that_encloses_a_product_is_not_judged_by_its_own_kernels():
     """aten::_convolution only adds the bias around cudnn_convolution, and an empty product only fills its result."""
     rows = rows_of(
-        kernel("acme_copy", 50, TraceOp("aten::_convolution"), encloses=True),
-        kernel("acme_fill", 5, mm(8, 8, 0)),
+        kernel("acme_copy", 50, TraceOp("aten::_convolution"), encloses=True), kernel("acme_fill", 5, mm(8, 8, 0))
     )
     assert [row.verdict for row in rows] == ["other", "other"]
 

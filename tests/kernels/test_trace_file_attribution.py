@@ -130,14 +130,7 @@ def test_a_call_around_another_product_encloses_it(made, tmp_path):
     made.kernel("copy", 167)
     made.kernel("alone", 180)
     found = {name: kernel.encloses for name, kernel in by_name(made.read(tmp_path)).items()}
-    assert found == {
-        "product": False,
-        "bias": True,
-        "direct": True,
-        "nested": False,
-        "copy": False,
-        "alone": False,
-    }
+    assert found == {"product": False, "bias": True, "direct": True, "nested": False, "copy": False, "alone": False}
 
 
 def backward_node(made: Made, name: str, start: float, sequence: int, *, thread: int = 1, tid: int = ENGINE) -> None:

@@ -204,9 +204,7 @@ def test_no_record_is_lost_if_any_call_fails_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_steady")
-def test_the_first_lost_step_is_named_if_the_disk_fails_permanently(
-    tmp_path: Path,
-) -> None:
+def test_the_first_lost_step_is_named_if_the_disk_fails_permanently(tmp_path: Path) -> None:
     (tmp_path / "calls").mkdir()
     with Disk(tmp_path / "calls").failing() as calls:
         whole, _ = recorded(tmp_path / "calls" / "run")

@@ -701,14 +701,9 @@ def test_a_culprits_row_names_the_steps_of_its_figures(show: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("skipped", "words"),
-    [(True, "before the trouble began, update skipped"), (False, "before the trouble began")],
+    ("skipped", "words"), [(True, "before the trouble began, update skipped"), (False, "before the trouble began")]
 )
-def test_grey_marks_before_the_trouble_are_explained(
-    skipped: bool,
-    words: str,
-    show: Any,
-) -> None:
+def test_grey_marks_before_the_trouble_are_explained(skipped: bool, words: str, show: Any) -> None:
     session = broken()
     earlier = replace(session.events[0], step=2, phase="backward", value="inf", skipped=skipped, forward_finite=True)
     # Without an update of gradients that are not finite the event is harmless.
@@ -846,9 +841,7 @@ def test_gradients_that_add_up_have_a_curve_of_their_sum(show: Any) -> None:
     assert places[0]["y"] - places[1]["y"] == pytest.approx(places[1]["y"] - places[2]["y"], abs=0.5)
 
 
-def test_infinities_and_nans_have_a_share_a_mark_and_a_sentence_beside_the_curve(
-    show: Any,
-) -> None:
+def test_infinities_and_nans_have_a_share_a_mark_and_a_sentence_beside_the_curve(show: Any) -> None:
     session = sound()
     whole = session.windows[0].tensors
     bad = ExponentHistogram.from_counts([5], -6, zeros=1, infs=3, nans=1)
@@ -879,9 +872,7 @@ def test_infinities_and_nans_have_a_share_a_mark_and_a_sentence_beside_the_curve
 
 @pytest.mark.parametrize(("floor", "zeros"), [(-24, 4), (-24, 0), (None, 4)])
 def test_the_figures_beside_the_curve_say_that_zeros_may_have_been_values(
-    floor: int | None,
-    zeros: int,
-    show: Any,
+    floor: int | None, zeros: int, show: Any
 ) -> None:
     ranges = found_in("head", id="scale-too-low").parts[0].ranges
     counts = ExponentHistogram.from_counts([5] * 12, -20, zeros=zeros)

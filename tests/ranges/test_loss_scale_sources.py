@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainings import take_step
+from trainings import inspected, take_step
 
 from mpinspect import FLOAT16, Inspector, MpinspectWarning, count_exponents
 from mpinspect.ranges.analyse import analyse
@@ -44,11 +44,10 @@ def test_a_grad_scalers_scale_is_divided_out(scale: float, given: bool) -> None:
 
 def test_each_backward_uses_its_own_scale() -> None:
     model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    with Inspector(model) as inspector:
-        for _ in range(4):
-            take_step(optimizer, model(torch.full((1, 1), 3.0)).sum(), scaler)
+    inspector = inspected(
+        model, lambda _: model(torch.full((1, 1), 3.0)).sum(), 4, lr=0.0, optimizers=None, scaler=scaler
+    )
     session = inspector.session()
     assert [(change.step, change.scale) for change in session.progress.scales] == [
         (i, 2.0 ** (10 + i)) for i in range(4)

@@ -55,9 +55,7 @@ def test_divisions_by_the_same_scale_are_not_a_fault(multiplied, divided):
 
 def test_a_loss_divided_by_the_inverse_scale_is_recognised():
     found = by_hand(
-        lambda step: 256.0,
-        lambda step: 128.0 if step == 2 else 256.0,
-        of_loss=lambda loss, scale: loss / (1 / scale),
+        lambda step: 256.0, lambda step: 128.0 if step == 2 else 256.0, of_loss=lambda loss, scale: loss / (1 / scale)
     )
     assert found["divided-by-another-scale"].step == 2
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import nn
-from trainings import take_step
+from trainings import inspected
 
 from mpinspect import Inspector, count_exponents
 
@@ -83,11 +83,8 @@ def test_an_overflow_under_a_shared_scaler_names_the_network() -> None:
 def test_a_scale_that_collapses_due_to_a_nan_in_the_forward_is_an_error() -> None:
     """Forty forwards with a NaN lower the scale from 8 to 7e-12 without effect."""
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with Inspector(model) as inspector:
-        for _ in range(40):
-            take_step(optimizer, (model(torch.ones(1, 2)) / 0 * 0).sum(), scaler)
+    inspector = inspected(model, lambda _: (model(torch.ones(1, 2)) / 0 * 0).sum(), 40, optimizers=None, scaler=scaler)
     assert scaler.get_scale() == 8.0 * 2.0**-40
     assert inspector.session().progress.skipped_steps == 40
     report = inspector.report()

@@ -77,11 +77,7 @@ def test_each_operand_is_compared_with_its_quantised_self() -> None:
     (gradient,) = torch.autograd.grad(loss, caught["y"])
     report = mpinspect.compare_recipes(model, _loss, [x], ["mxfp4"])
     weight = model.head.weight.detach()
-    operands = {
-        "fprop": (caught["x"], weight),
-        "dgrad": (gradient, weight.T),
-        "wgrad": (gradient.T, caught["x"].T),
-    }
+    operands = {"fprop": (caught["x"], weight), "dgrad": (gradient, weight.T), "wgrad": (gradient.T, caught["x"].T)}
     for product, expected in operands.items():
         (cell,) = _row(report, "head", product).cells
         for found, tensor in zip(cell.operands, expected, strict=True):

@@ -147,15 +147,7 @@ def test_nested_arrays_get_dotted_names() -> None:
     recorder.observe("net", tree)
     recorder.observe("", {"d": np.ones(1), 7: np.ones(1)})
     found = {key.name: window.histogram.total for key, window in recorder.session().totals().items()}
-    assert found == {
-        "net.a.kernel": 2,
-        "net.b.0": 3,
-        "net.b.1.0": 4,
-        "net.c.mean": 1,
-        "net.c.scale": 2,
-        "d": 1,
-        "7": 1,
-    }
+    assert found == {"net.a.kernel": 2, "net.b.0": 3, "net.b.1.0": 4, "net.c.mean": 1, "net.c.scale": 2, "d": 1, "7": 1}
 
 
 def test_a_bad_leaf_does_not_hide_its_siblings() -> None:

@@ -333,10 +333,7 @@ class Writing(nn.Module):
 
 
 MODELS = {
-    "tensors without twins that are written": (
-        Writing(),
-        lambda model: model(values(8, 16)).float().square().mean(),
-    ),
+    "tensors without twins that are written": (Writing(), lambda model: model(values(8, 16)).float().square().mean()),
     "a transformer with dropout": (
         nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False),
         lambda model: model(values(2, 8, 16)).float().square().mean(),

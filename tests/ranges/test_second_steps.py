@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
-from trainings import take_step
+from trainings import inspected, take_step
 
 import mpinspect
 from mpinspect.ranges.capture.steps import LossLevel, StepChoice
@@ -399,12 +399,7 @@ class Decays(nn.Module):
 def test_decay_factors_of_a_parameter_that_round_to_1_are_named_and_saturated_gates_are_not(of_input):
     torch.manual_seed(0)
     model = nn.Sequential(Decays(of_input), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.randn(8, 16)).mean().backward()
-            optimizer.step()
+    inspector = inspected(model, lambda _: model(torch.randn(8, 16)).mean(), 4, lr=0.01, second=True)
     found = {finding.id: finding for finding in inspector.report().findings}
     assert ("constant-is-one" in found) is not of_input
     if not of_input:

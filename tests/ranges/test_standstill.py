@@ -75,13 +75,7 @@ def trained_on(step, model, optimizer):
 
 @pytest.mark.parametrize(
     ("last", "how"),
-    [
-        (24, {}),
-        (3, {"steps": 10}),
-        (3, {"after_step": trained_on}),
-        (3, {"factor": 0.0}),
-        (3, {"dtype": None}),
-    ],
+    [(24, {}), (3, {"steps": 10}), (3, {"after_step": trained_on}), (3, {"factor": 0.0}), (3, {"dtype": None})],
     ids=["moving", "a few steps", "moved at the end", "no gradient", "fp32"],
 )
 def test_weights_that_may_stay_are_not_a_finding(last, how):

@@ -7,7 +7,7 @@ import pytest
 import sessions
 import torch
 from torch import nn
-from trainings import take_step
+from trainings import inspected, take_step
 
 import mpinspect
 from mpinspect import Inspector, MixedPrecision
@@ -51,10 +51,7 @@ def test_a_model_that_casts_one_part_computes_in_two_precisions():
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), Halved(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model) as inspector:
-        for _ in range(3):
-            take_step(optimizer, model(torch.randn(4, 8)).float().square().mean())
+    inspector = inspected(model, lambda _: model(torch.randn(4, 8)).float().square().mean(), 3, optimizers=None)
     expected = "Computes in FP32 and BF16: FP32 weights, no autocast, SGD, no scaler."
     assert inspector.report().verdict.precision == expected
 

@@ -185,10 +185,7 @@ class _Subclass(torch.Tensor):
 
 @pytest.mark.parametrize(
     "gradient",
-    [
-        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=True),
-        torch.randn(3).as_subclass(_Subclass),
-    ],
+    [torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=True), torch.randn(3).as_subclass(_Subclass)],
     ids=["sparse", "a subclass"],
 )
 def test_sparse_tensors_and_subclasses_do_not_wait(backwards: Backwards, gradient: torch.Tensor) -> None:

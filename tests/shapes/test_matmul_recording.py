@@ -303,11 +303,7 @@ def test_attention_is_recorded_as_on_a_gpu(mask, arguments, options, backend):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "mask"),
-    [
-        ({"dtype": torch.float64}, None),
-        ({"head_dim": 20}, torch.ones(32, 32, dtype=torch.bool)),
-    ],
+    ("arguments", "mask"), [({"dtype": torch.float64}, None), ({"head_dim": 20}, torch.ones(32, 32, dtype=torch.bool))]
 )
 def test_attention_without_a_fused_kernel_is_two_products(arguments, mask):
     recording = record_matmuls(attend(mask), heads(**arguments))
@@ -906,10 +902,7 @@ def test_attention_of_three_dimensions_takes_the_math_path(device, dtype):
 
 @pytest.mark.parametrize(
     ("shapes", "mask", "why"),
-    [
-        (((2, 4, 8, 12), (2, 4, 8, 12)), True, "head-size"),
-        (((2, 4, 8, 16), (1, 4, 8, 16)), False, "shapes"),
-    ],
+    [(((2, 4, 8, 12), (2, 4, 8, 12)), True, "head-size"), (((2, 4, 8, 16), (1, 4, 8, 16)), False, "shapes")],
 )
 def test_why_the_math_path_is_taken(shapes, mask, why):
     def forward(self, x):

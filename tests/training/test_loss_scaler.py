@@ -309,13 +309,7 @@ def test_presets() -> None:
 
 
 def simulated(
-    overflows: list[bool],
-    interval: int,
-    floor: float,
-    ceiling: float,
-    hysteresis: int,
-    tolerance: float,
-    static: bool,
+    overflows: list[bool], interval: int, floor: float, ceiling: float, hysteresis: int, tolerance: float, static: bool
 ) -> list[float]:
     """Simulate the rules in one loop, which ends where the scale would fall below the floor."""
     scale, clean, in_a_row, since_move, skips_since_move, scales = 8.0, 0, 0, 0, 0, []
