@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 import warm
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from together import together
 from trainings import inspected
 
 import mpinspect
@@ -243,17 +243,11 @@ def test_counting_leaves_the_tensor_unchanged() -> None:
 def test_from_several_threads_at_once() -> None:
     tensors = [torch.randn(counter._TEAM_FROM + 1000 * seed) for seed in range(4)]
     truths = [reference.count(tensor) for tensor in tensors]
-    wrong: list[int] = []
 
-    def work(index: int) -> None:
-        wrong.extend(index for _ in range(3) if not torch.equal(fastest.count(tensors[index]), truths[index]))
+    def is_right(index: int) -> bool:
+        return all(torch.equal(fastest.count(tensors[index]), truths[index]) for _ in range(3))
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert all(together(4, is_right))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

@@ -19,6 +19,7 @@ import pytest
 import torch
 from models import cnn
 from sharded_training import NO_FSDP2
+from together import together
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -281,28 +282,17 @@ def test_a_layer_added_while_attached_produces_a_warning() -> None:
 
 def test_inspectors_can_attach_and_detach_while_other_threads_step() -> None:
     """torch iterates over its table of optimizer hooks while they run; changing it meanwhile would raise an error."""
-    import threading
 
-    errors: list[BaseException] = []
+    def work(_: int) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = sgd(model)
+        for _ in range(10):
+            with Inspector(model):
+                for _ in range(3):
+                    model(torch.ones(2, 4)).sum().backward()
+                    optimizer.step()
 
-    def work() -> None:
-        try:
-            model = nn.Linear(4, 4)
-            optimizer = sgd(model)
-            for _ in range(10):
-                with Inspector(model):
-                    for _ in range(3):
-                        model(torch.ones(2, 4)).sum().backward()
-                        optimizer.step()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    together(4, work)
 
 
 # -- accumulation, reuse, sharing ------------------------------------------------------------------------------------

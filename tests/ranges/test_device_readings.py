@@ -1,8 +1,6 @@
 """On a device, tensors are read in groups, and most of them only if a later value is not finite."""
 
 import math
-import sys
-import threading
 from collections.abc import Callable
 
 import host_kernels
@@ -10,6 +8,7 @@ import pytest
 import torch
 from host_kernels import BYTES, LAUNCHES, READ, SPARED
 from networks import GPT, adamw, tokens
+from together import together
 from torch import nn
 from trainings import take_step
 
@@ -464,23 +463,12 @@ def test_gradients_counted_later_have_the_same_rows() -> None:
 
 def test_concurrent_threads_count_into_separate_rows() -> None:
     rows = DeviceRows(torch.device("cpu"), lambda note: None)
-    each_has, start = [[torch.full((3,), 2.0**power) for _ in range(40)] for power in range(8)], threading.Barrier(8)
-    counted: list[torch.Tensor] = []
+    each_has = [[torch.full((3,), 2.0**power) for _ in range(40)] for power in range(8)]
 
-    def count(tensors: list[torch.Tensor]) -> None:
-        start.wait()
-        counted.extend(rows.count(tensor, later=number % 2 == 0) for number, tensor in enumerate(tensors))
+    def count(thread: int) -> list[torch.Tensor]:
+        return [rows.count(tensor, later=number % 2 == 0) for number, tensor in enumerate(each_has[thread])]
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=count, args=(tensors,)) for tensors in each_has]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    counted = [row for rows_of_thread in together(8, count) for row in rows_of_thread]
     rows.count_held()
     expected = [reference.count(tensor).tolist() for tensors in each_has for tensor in tensors]
     assert sorted(row.tolist() for row in counted) == sorted(expected)

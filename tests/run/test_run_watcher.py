@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from agreeing_reports import analyse
+from together import together
 from torch import nn
 from trainings import take_step
 from watched_training import train, watched
@@ -297,22 +298,15 @@ def test_training_in_a_thread(tmp_path):
 def test_several_threads_at_once(tmp_path, monkeypatch):
     def slowly(*given: object) -> object:
         # Long enough for every thread to arrive before the first one leaves.
-        together.wait(0.2)
+        arrived.wait(0.2)
         return made(*given)
 
     made = watcher._Parts
     monkeypatch.setattr(watcher, "_Parts", slowly)
-    together = threading.Event()
+    arrived = threading.Event()
     with watched(tmp_path) as run:
         models = [net() for _ in range(4)]
-        threads = [
-            threading.Thread(target=lambda model=model: train(model, torch.optim.SGD(model.parameters()), 20))
-            for model in models
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(4, lambda number: train(models[number], torch.optim.SGD(models[number].parameters()), 20))
     assert (len(set(run.names)), run.seen.models, run.seen.optimizers, run.seen.steps) == (4, 4, 4, 80)
     assert [run.steps(number) for number in range(4)] == [20] * 4
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(run.names)

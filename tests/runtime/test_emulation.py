@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from together import together
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -769,23 +770,14 @@ def test_other_threads_are_not_changed():
 
 def test_threads_that_run_recurrent_layers_restore_onednn():
     before = torch.backends.mkldnn.enabled
-    errors: list[BaseException] = []
 
-    def train() -> None:
-        try:
-            layer = nn.LSTM(4, 4).half()
-            for _ in range(10):
-                with half_arithmetic():
-                    layer(torch.randn(3, 2, 4).half())[0].sum().backward()
-        except BaseException as error:
-            errors.append(error)
+    def train(_: int) -> None:
+        layer = nn.LSTM(4, 4).half()
+        for _ in range(10):
+            with half_arithmetic():
+                layer(torch.randn(3, 2, 4).half())[0].sum().backward()
 
-    threads = [threading.Thread(target=train) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    together(3, train)
     assert torch.backends.mkldnn.enabled == before
 
 
