@@ -17,6 +17,19 @@ class Subject:
     loss: Callable[[nn.Module, Any], torch.Tensor]
 
 
+class Of(nn.Module):
+    """A module with children by name whose forward is a function of itself and the inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **children: Any) -> None:
+        super().__init__()
+        self.run = forward
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
 class ResidualBlock(nn.Module):
     """Adds a branch to its input, so that the sum belongs to no submodule."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import cnn
+from models import Of, cnn
 from sharded_training import NO_FSDP2
 from together import together
 from torch import nn
@@ -118,15 +118,7 @@ def test_tensors_in_structured_outputs_are_counted(pack: Callable[[torch.Tensor]
 def test_an_uncalled_dropout_with_probability_zero_is_not_reported_as_uncovered(kind: type[nn.Module]) -> None:
     """Attention that passes ``dropout.p`` to a fused kernel never calls its dropout. A positive ``p`` is still reported."""
 
-    class Uncalled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.none, self.some = nn.Linear(4, 4), kind(0.0), kind(0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc(x)
-
-    model = Uncalled()
+    model = Of(lambda self, x: self.fc(x), fc=nn.Linear(4, 4), none=kind(0.0), some=kind(0.5))
     for given, names in (({}, {"some"}), ({"include": "none"}, {"none"})):
         with Inspector(model, capture=("activation_gradient", "activation"), **given) as inspector:
             model(torch.ones(2, 4)).sum().backward()

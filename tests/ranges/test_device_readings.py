@@ -7,6 +7,7 @@ import host_kernels
 import pytest
 import torch
 from host_kernels import BYTES, LAUNCHES, READ, SPARED
+from models import Of
 from networks import GPT, adamw, tokens
 from together import together
 from torch import nn
@@ -161,17 +162,6 @@ def test_weight_gradients_of_fp32_are_spared_and_a_broken_one_is_an_event_of_the
     assert "nor the weight gradients of the step before" in first.explanation
 
 
-class _InFP16(nn.Module):
-    """Two linear layers in FP16 between FP32 tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).half()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x.half()).float()
-
-
 def _reads_at_the_optimizer(model: nn.Module) -> dict[str, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with Inspector(model, every=100):
@@ -185,7 +175,12 @@ def _reads_at_the_optimizer(model: nn.Module) -> dict[str, int]:
 
 def test_weight_gradients_are_read_in_steps_that_do_not_see_the_fp16_inside_a_block() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(_InFP16() for _ in range(8))), nn.Linear(8, 1))
+
+    def in_fp16() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).half()
+        return Of(lambda self, x: x + self.inner(x.half()).float(), inner=inner)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(in_fp16() for _ in range(8))), nn.Linear(8, 1))
     # Step 5 reads the blocks' outputs, which are all in FP32.
     assert _reads_at_the_optimizer(model)[READ] == len(list(model.parameters()))
 

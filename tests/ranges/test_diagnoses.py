@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from agreeing_reports import analyse, contradictions
+from models import Of
 from torch import nn
 from trainings import cpu_scaler, sgd, take_step
 
@@ -323,17 +324,10 @@ def replaced_by_hook(broken, *, late=False):
 replaced_by_late_hook = functools.partial(replaced_by_hook, late=True)
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x, step):
-        return (self.right if step % 2 else self.left)(x)
-
-
 def stale(broken):
-    model = Branches()
+    model = Of(
+        lambda self, x, step: (self.right if step % 2 else self.left)(x), left=nn.Linear(8, 4), right=nn.Linear(8, 4)
+    )
 
     def zero_grad(step):
         used = model.right if step % 2 else model.left
@@ -503,23 +497,18 @@ def outlier_in_batch(broken):
     return train(mlp(), batch_of=spoiled(1e5, (5,) if broken else ()), autocast=torch.float16)
 
 
-class Scores(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x, mask):
-        scores = self.query(x) @ x.T
-        return self.out(scores.masked_fill(mask, -torch.inf).softmax(-1) @ x)
-
-
 def masked_row(broken):
     def loss_of(model, x, y, step):
         mask = torch.zeros(32, 32, dtype=torch.bool)
         mask[7] = broken and step == 3
         return nn.functional.cross_entropy(model(x, mask), y)
 
-    return train(Scores(), loss_of=loss_of)
+    model = Of(
+        lambda self, x, mask: self.out((self.query(x) @ x.T).masked_fill(mask, -torch.inf).softmax(-1) @ x),
+        query=nn.Linear(8, 8),
+        out=nn.Linear(8, 4),
+    )
+    return train(model, loss_of=loss_of)
 
 
 class Masked(nn.Module):
@@ -660,50 +649,34 @@ def half_loss_scaled(broken):
     return train(mlp(), 1e-9, scaler=2.0**-8, autocast=torch.float16, loss_of=loss_of, second=[0])
 
 
-class Positions(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, length):
-        return torch.arange(length, dtype=self.dtype)[:, None] / torch.tensor([1.0, 8.0], dtype=self.dtype)
-
-
-class WithPositions(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.positions, self.out = Positions(dtype), nn.Linear(2, 4)
-
-    def forward(self, x):
-        return self.out(self.positions(512).float().sin())[: len(x)]
-
-
 def positions(broken):
-    return train(WithPositions(torch.bfloat16 if broken else torch.float32), second=[0])
+    dtype = torch.bfloat16 if broken else torch.float32
+    made = Of(lambda self, n: torch.arange(n, dtype=dtype)[:, None] / torch.tensor([1.0, 8.0], dtype=dtype))
+    layers = {"positions": made, "out": nn.Linear(2, 4)}
+    model = Of(lambda self, x: self.out(self.positions(512).float().sin())[: len(x)], **layers)
+    return train(model, second=[0])
 
 
-class Router(nn.Module):
-    """Weighs its input by the best two scores of a layer; ``choose`` gets the scores."""
-
-    def __init__(self, choose, experts=48):
-        super().__init__()
-        self.choose, self.gate, self.out = choose, nn.Linear(8, experts), nn.Linear(8, 4)
+def router(choose, experts=48):
+    """Weigh an input by the scores of a layer that ``choose`` returns."""
 
     def forward(self, x):
         scores = self.gate(x.to(self.gate.weight.dtype))
-        return self.out(x * self.choose(scores).float().sum(-1, keepdim=True))
+        return self.out(x * choose(scores).float().sum(-1, keepdim=True))
+
+    return Of(forward, gate=nn.Linear(8, experts), out=nn.Linear(8, 4))
 
 
 def ties(broken):
     torch.manual_seed(5)
     dtype = torch.bfloat16 if broken else torch.float32
-    return train(Router(lambda scores: (0.1 * scores).sigmoid().to(dtype).topk(2).values), second=[0])
+    return train(router(lambda scores: (0.1 * scores).sigmoid().to(dtype).topk(2).values), second=[0])
 
 
 def ties_softmax(broken):
     """Apply top-k in FP32 to scores that a layer rounded to 16 bits."""
     torch.manual_seed(5)
-    model = Router(lambda scores: scores.softmax(-1, dtype=torch.float32).topk(2).values)
+    model = router(lambda scores: scores.softmax(-1, dtype=torch.float32).topk(2).values)
     model.gate.to(torch.bfloat16 if broken else torch.float32)
     nn.init.constant_(model.gate.bias, 3.0)
     return train(model, second=[0])
@@ -777,24 +750,12 @@ def test_a_nan_is_attributed_to_the_module_that_uses_the_mask():
     assert mask_given_to_blocks(False).events == infinity_beside_a_mask(False).events == ()
 
 
-class MaskedSoftmax(nn.Module):
-    def forward(self, scores, mask):
-        return (scores + mask).softmax(-1)
-
-
-class ItsOwnMasked(Masked):
-    """Calls a submodule for the softmax, with the scores and the mask as inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.softmax = MaskedSoftmax()
-
-    def forward(self, x, mask):
-        return self.softmax(self.query(x) @ x.T, mask) @ x
-
-
 def test_a_nan_is_attributed_to_a_module_whose_only_infinite_input_is_a_mask():
-    model, hidden = ItsOwnMasked(), torch.full((32, 32), -torch.inf).triu(1)
+    softmax = Of(lambda self, scores, mask: (scores + mask).softmax(-1))
+    model = Of(
+        lambda self, x, mask: self.softmax(self.query(x) @ x.T, mask) @ x, query=nn.Linear(8, 8), softmax=softmax
+    )
+    hidden = torch.full((32, 32), -torch.inf).triu(1)
     hidden[5] = -torch.inf
     with Inspector(model) as inspector:
         model(torch.randn(32, 8), hidden).sum().backward()
@@ -803,19 +764,8 @@ def test_a_nan_is_attributed_to_a_module_whose_only_infinite_input_is_a_mask():
     assert "its input was finite except -inf, as in a mask" in first.explanation
 
 
-class OwnCode(nn.Module):
-    """Calls a layer with an input that its own code computes."""
-
-    def __init__(self, compute):
-        super().__init__()
-        self.compute, self.inner = compute, nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.inner(self.compute(x))
-
-
 def test_an_infinity_outside_of_a_mask_is_attributed_to_the_code_that_made_it():
-    model = OwnCode(lambda x: x.relu().log())
+    model = Of(lambda self, x: self.inner(x.relu().log()), inner=nn.Linear(8, 4))
     with Inspector(model) as inspector:
         model(torch.randn(32, 8)).sum().backward()
     assert inspector.report().events[0].module == ""
@@ -1131,7 +1081,8 @@ def test_a_loop_that_leaves_the_step_before_the_backward_is_named(steps, evaluat
 
 def test_a_nan_that_a_module_computes_from_a_finite_batch_is_not_attributed_to_the_batch():
     # Rows of zeros make inf * 0, before the module calls another one.
-    model = nn.Sequential(OwnCode(lambda x: x.sum(1, keepdim=True).pow(-0.5).mul(0) * x))
+    code = lambda x: x.sum(1, keepdim=True).pow(-0.5).mul(0) * x  # noqa: E731
+    model = nn.Sequential(Of(lambda self, x: self.inner(code(x)), inner=nn.Linear(8, 4)))
     batch_of = lambda step, x: x.abs() if step < 5 else torch.zeros_like(x)  # noqa: E731
     report = train(model, batch_of=batch_of)
     assert report.events[0].step == 5
@@ -1543,19 +1494,11 @@ def test_frozen_blocks_without_an_ambiguous_prefix_are_not_a_finding():
     assert not _frozen_by_prefix(*(f"left.{number}." for number in range(1, 23)))
 
 
-class _FeatureTable(nn.Module):
-    def __init__(self, tower):
-        super().__init__()
-        self.register_buffer("table", torch.randn(50, 8).half())
-        self.tower = nn.Linear(8, 8).half().requires_grad_(False) if tower else nn.Identity()
-
-    def forward(self, rows):
-        return self.tower(self.table[rows])
-
-
 @pytest.mark.parametrize("tower", [False, True])
 def test_frozen_modules_do_not_affect_the_gradients_precision(tower):
-    features = _FeatureTable(tower)
+    frozen = nn.Linear(8, 8).half().requires_grad_(False) if tower else nn.Identity()
+    features = Of(lambda self, rows: self.tower(self.table[rows]), tower=frozen)
+    features.register_buffer("table", torch.randn(50, 8).half())
     model = nn.Sequential(features, nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model[1:].parameters(), lr=1e-3)
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -1795,7 +1738,7 @@ def test_nans_before_a_softmax_are_not_attributed_to_a_mask():
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES.keys())
 def test_operators_other_than_a_choice_of_the_largest_have_no_router_ties(choose):
     torch.manual_seed(7)
-    model = Router(lambda scores: choose(torch.sigmoid((0.3 * scores + 3).bfloat16())), experts=64)
+    model = router(lambda scores: choose(torch.sigmoid((0.3 * scores + 3).bfloat16())), experts=64)
     quiet(train(model, second=[0]), "router-ties")
 
 

@@ -13,6 +13,7 @@ import launched
 import pytest
 import torch
 from agreeing_reports import analyse
+from models import Of
 from torch import nn
 from trainings import cpu_scaler, inspected, sgd, take_step
 
@@ -292,16 +293,12 @@ def test_finite_weights_and_frozen_weights_are_not_an_event() -> None:
 
 
 def test_weights_infinite_from_the_start_or_uninitialized_are_not_an_event() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.never_called = nn.Linear(4, 1), nn.LazyLinear(3)
-            self.mask = nn.Parameter(torch.full((4,), -math.inf))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x)
-
-    model = Masked()
+    model = Of(
+        lambda self, x: self.layer(x),
+        layer=nn.Linear(4, 1),
+        never_called=nn.LazyLinear(3),
+        mask=nn.Parameter(torch.full((4,), -math.inf)),
+    )
     optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer, watch=False) as inspector:
         model(torch.ones(2, 4)).sum().backward()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 from trainings import take_step
@@ -394,15 +395,9 @@ def test_an_output_that_cannot_be_hooked_loses_its_layer_alone(monkeypatch: pyte
         def values(self) -> Any:
             raise RuntimeError("planted")
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.odd, self.after = nn.Linear(4, 4), Odd(), nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.after(self.odd(self.before(x))["x"])
-
-    session, _ = _train(Model(), True, ("activation", "activation_gradient"))
+    layers = {"before": nn.Linear(4, 4), "odd": Odd(), "after": nn.Linear(4, 1)}
+    model = Of(lambda self, x: self.after(self.odd(self.before(x))["x"]), **layers)
+    session, _ = _train(model, True, ("activation", "activation_gradient"))
     assert {window.samples for key, window in session.totals().items() if key.name != "odd"} == {STEPS}
     assert {key.name for key in session.totals()} == {"before", "after"}
     (note,) = session.notes

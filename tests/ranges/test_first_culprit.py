@@ -12,7 +12,7 @@ from typing import Any
 import host_kernels
 import pytest
 import torch
-from models import SUBJECTS, Subject
+from models import SUBJECTS, Of, Subject
 from torch import nn
 from trainings import cpu_scaler, inspected, sgd, take_step
 
@@ -279,10 +279,8 @@ def test_a_mask_does_not_hide_the_culprit() -> None:
 
 def test_the_module_whose_mask_hides_a_whole_row_is_the_culprit_beside_token_ids() -> None:
     """The model's only floating-point input is the mask."""
-    attention = _Block(
-        lambda self, x, mask: self.out((self.scores(x) + mask).softmax(-1)), scores=_linear(), out=_linear()
-    )
-    model = _Block(
+    attention = Of(lambda self, x, mask: self.out((self.scores(x) + mask).softmax(-1)), scores=_linear(), out=_linear())
+    model = Of(
         lambda self, ids, mask: self.attention(self.embed(ids), mask), embed=nn.Embedding(8, 4), attention=attention
     )
     with Inspector(model) as inspector:
@@ -438,7 +436,7 @@ def test_the_cause_is_reported_before_its_consequences() -> None:
 def test_weights_that_became_nan_later_in_the_step_are_not_the_culprit() -> None:
     """The infinity arises in the model's relu + log; only its gradients then make the weights NaN."""
     torch.manual_seed(0)
-    model = _Block(
+    model = Of(
         lambda self, x, shift: self.decoder(torch.log(torch.relu(self.encoder(x)) + shift)),
         encoder=_linear(),
         decoder=nn.Linear(4, 1),
@@ -481,19 +479,6 @@ class _Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Times.apply(x, self.factor, self.in_backward)
-
-
-class _Block(nn.Module):
-    """A container that runs the given code as its forward."""
-
-    def __init__(self, code: Callable[..., Any], **parts: nn.Module) -> None:
-        super().__init__()
-        self.code = code
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.code(self, *args, **kwargs)
 
 
 def _linear() -> nn.Linear:
@@ -551,7 +536,7 @@ def _shared_by_two(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _nested(code: Callable[..., Any], **parts: nn.Module) -> nn.Module:
     """Return a container that runs the code, within a model."""
-    return nn.Sequential(_Block(code, **parts))
+    return nn.Sequential(Of(code, **parts))
 
 
 def _tied() -> nn.Module:
@@ -576,17 +561,17 @@ FROM_DATA: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         f"'0.a' {_FIRST}",
     ),
     "a batch that was NaN, by keyword": (
-        lambda: _Block(lambda self, x: self.block(x=x * 1), block=_Block(lambda self, x: self.a(input=x), a=_linear())),
+        lambda: Of(lambda self, x: self.block(x=x * 1), block=Of(lambda self, x: self.a(input=x), a=_linear())),
         _NAN,
         f"'block.a' {_FIRST}",
     ),
     "a batch that was NaN, in a dictionary": (
-        lambda: _Block(lambda self, batch: self.a(batch["x"][0] * 1), a=_linear()),
+        lambda: Of(lambda self, batch: self.a(batch["x"][0] * 1), a=_linear()),
         {"x": (_NAN, 3)},
         f"'a' {_FIRST}",
     ),
     "a batch that was NaN, used by no module": (
-        lambda: _Block(lambda self, x: x * self.a.weight.sum(), a=_linear()),
+        lambda: Of(lambda self, x: x * self.a.weight.sum(), a=_linear()),
         _NAN,
         "it was in the data, or arose in code before the model",
     ),
@@ -596,9 +581,7 @@ FROM_DATA: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
         _FIRST,
     ),
     "a batch that was NaN, repaired before the end": (
-        lambda: _Block(
-            lambda self, x: torch.nan_to_num(self.block(x * 1)), block=_Block(_chain, a=_linear(), b=_linear())
-        ),
+        lambda: Of(lambda self, x: torch.nan_to_num(self.block(x * 1)), block=Of(_chain, a=_linear(), b=_linear())),
         _NAN,
         f"'block.a' {_FIRST}",
     ),
@@ -610,13 +593,11 @@ IN_FORWARD: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         *("0", "in the code of '0' before '0.b'"),
     ),
     "code of the outer container": (
-        lambda: _nested(lambda self, x: self.block(x / 0), block=_Block(_chain, a=_linear(), b=_linear())),
+        lambda: _nested(lambda self, x: self.block(x / 0), block=Of(_chain, a=_linear(), b=_linear())),
         *("0", "in the code of '0' before '0.block'"),
     ),
     "code around a list that is never called": (
-        lambda: _Block(
-            lambda self, x: self.layers[1](self.layers[0](x) / 0), layers=nn.ModuleList([_linear(), _linear()])
-        ),
+        lambda: Of(lambda self, x: self.layers[1](self.layers[0](x) / 0), layers=nn.ModuleList([_linear(), _linear()])),
         *("", "in the model's own code before 'layers.1'"),
     ),
     "code that normalises": (
@@ -634,7 +615,7 @@ IN_FORWARD: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "a module of no known kind": (lambda: nn.Sequential(_linear(), _Scaled(math.inf), _linear()), "1", _FINITE),
     "a container's own code at its end": (lambda: _nested(lambda self, x: self.a(x) / 0, a=_linear()), "0", _FINITE),
     "a branch beside a residual stream": (
-        lambda: nn.Sequential(_Block(_residual, a=_linear(), b=_Scaled(math.nan)), _linear()),
+        lambda: nn.Sequential(Of(_residual, a=_linear(), b=_Scaled(math.nan)), _linear()),
         *("0.b", _FINITE),
     ),
     "a cell used three times, after code": (
@@ -667,7 +648,7 @@ IN_BACKWARD: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         *("0.c", _LATE),
     ),
     "a branch beside a residual stream": (
-        lambda: nn.Sequential(_linear(), _Block(_residual, a=_Scaled(1.0, math.inf), b=_linear())),
+        lambda: nn.Sequential(_linear(), Of(_residual, a=_Scaled(1.0, math.inf), b=_linear())),
         *("1.a", _LATE),
     ),
     "code between modules": (
@@ -675,7 +656,7 @@ IN_BACKWARD: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         *("0", _CODE),
     ),
     "code at a container's end": (
-        lambda: nn.Sequential(_linear(), _Block(lambda self, x: _Times.apply(self.a(x), 1.0, math.inf), a=_linear())),
+        lambda: nn.Sequential(_linear(), Of(lambda self, x: _Times.apply(self.a(x), 1.0, math.inf), a=_linear())),
         *("1", _CODE),
     ),
 }
@@ -734,7 +715,7 @@ def test_code_after_the_model_is_the_culprit_if_it_spoils_one_of_two_calls() -> 
 
 def test_code_after_a_model_is_the_culprit_if_it_spoils_one_of_two_outputs() -> None:
     torch.manual_seed(0)
-    model = _Block(lambda self, x: (self.one(x), self.other(x)), one=nn.Linear(4, 2), other=nn.Linear(4, 2))
+    model = Of(lambda self, x: (self.one(x), self.other(x)), one=nn.Linear(4, 2), other=nn.Linear(4, 2))
     event = _first_spoiled(model, lambda: model(_GOOD))
     assert (event.phase, event.module, event.after) == ("backward", "one", True)
 

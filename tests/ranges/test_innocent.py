@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import Of
 from torch import nn
 from torch.nn.utils import parametrizations
 from trainings import take_step
@@ -270,15 +271,11 @@ def test_a_broken_layer_after_large_products_is_named() -> None:
 def test_a_layer_is_named_rather_than_the_container_that_returns_its_output() -> None:
     """The container returns the output in another shape, which is another tensor."""
 
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(4, 8), nn.Linear(8, _WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.first(x)).unflatten(0, (2, -1)).flatten(0, 1)
-
-    model = Flat()
+    model = Of(
+        lambda self, x: self.head(self.first(x)).unflatten(0, (2, -1)).flatten(0, 1),
+        first=nn.Linear(4, 8),
+        head=nn.Linear(8, _WIDTH),
+    )
 
     def break_it(step: int) -> None:
         if step == 2:

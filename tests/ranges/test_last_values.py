@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 
 pytest.importorskip("numba")
@@ -424,15 +425,7 @@ def test_a_gradient_changed_in_place_is_counted_with_its_values_at_each_module(m
 def test_the_watch_names_the_inner_module_of_a_shared_output() -> None:
     """The container returns its head's output in another shape; both have the same maxima."""
 
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(256, 256)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(x).flatten(0, 1)
-
-    model = Flat()
+    model = Of(lambda self, x: self.head(x).flatten(0, 1), head=nn.Linear(256, 256))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     largest: list[float] = []
     with Inspector(model, optimizers=optimizer) as inspector:

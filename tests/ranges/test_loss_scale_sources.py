@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from trainings import inspected, take_step
 
@@ -362,16 +363,11 @@ def test_a_loop_with_masters_and_a_scale_by_hand_has_the_ranges_of_fp32() -> Non
 def test_fp32_gradients_of_an_fp16_backward_have_fp16s_visibility_floor() -> None:
     """An embedding's gradient is FP32 under autocast, but it passed through the FP16 layer after the embedding."""
 
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(8, 4)
-            self.head = nn.Linear(4, 8, bias=False)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embedding(tokens))
-
-    model = Tied()
+    model = Of(
+        lambda self, tokens: self.head(self.embedding(tokens)),
+        embedding=nn.Embedding(8, 4),
+        head=nn.Linear(4, 8, bias=False),
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with Inspector(model, scalers=scaler) as inspector, torch.autocast("cpu", dtype=torch.float16):
         scaler.scale(model(torch.tensor([1, 2])).float().square().mean()).backward()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from models import Of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainings import take_step
@@ -133,17 +134,9 @@ def test_a_recipe_of_a_later_version_is_left_out():
 
 
 def test_a_run_judges_a_product_of_a_module_that_is_not_a_linear():
-    class Product(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 64))
-
-        def forward(self, x):
-            return x @ self.weight
-
     def judged():
         model = net()
-        model.body = Product()
+        model.body = Of(lambda self, x: x @ self.weight, weight=nn.Parameter(torch.randn(64, 64)))
         return model
 
     torch.manual_seed(0)

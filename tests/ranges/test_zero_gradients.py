@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from agreeing_reports import contradictions
+from models import Of
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -149,17 +150,6 @@ class Residual(nn.Module):
         return self.head(x)
 
 
-class Gate(nn.Module):
-    """A layer whose input is zero as long as no condition is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.layer(torch.zeros_like(x))
-
-
 def test_layers_amid_the_model_that_lose_their_gradients_are_a_warning():
     report = train(
         Residual(lambda: NarrowLinear(8, 8)), lambda model, x: model(x).square().mean() * 1e-7, lr=1.0, steps=20
@@ -175,7 +165,9 @@ def test_layers_amid_the_model_that_lose_their_gradients_are_a_warning():
 
 
 def test_one_layer_whose_input_is_zero_is_not_an_alarm():
-    report = train(nn.Sequential(Gate(), nn.Linear(8, 4)), lambda model, x: model(x).square().mean(), steps=20)
+    # A layer whose input is zero as long as no condition is given.
+    gate = Of(lambda self, x: x + self.layer(torch.zeros_like(x)), layer=nn.Linear(8, 8))
+    report = train(nn.Sequential(gate, nn.Linear(8, 4)), lambda model, x: model(x).square().mean(), steps=20)
     assert named(report) == []
 
 
@@ -272,19 +264,10 @@ def test_unused_experts_are_not_an_alarm(used, dense):
     assert report.verdict.healthy is True
 
 
-class OneStep(nn.Module):
-    """A recurrent cell that is called once, with a state of zeros: the state's weight has no gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell, self.head = nn.RNNCell(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(self.cell(x))
-
-
 def test_a_recurrent_weight_without_a_past_is_not_an_alarm():
-    report = train(OneStep(), lambda model, x: model(x).square().mean())
+    # A recurrent cell that is called once, with a state of zeros: the state's weight has no gradient.
+    model = Of(lambda self, x: self.head(self.cell(x)), cell=nn.RNNCell(8, 8), head=nn.Linear(8, 4))
+    report = train(model, lambda model, x: model(x).square().mean())
     assert named(report) == []
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,19 +16,6 @@ from mpinspect.shapes.record.failures import RecordingError
 from mpinspect.shapes.record.recording import record_matmuls
 
 HALF = (torch.float16, torch.bfloat16)
-
-
-class Of(nn.Module):
-    """A module with children by name whose forward is a function of itself and the inputs."""
-
-    def __init__(self, forward, **children):
-        super().__init__()
-        self.run = forward
-        for name, child in children.items():
-            setattr(self, name, child)
-
-    def forward(self, *args, **kwargs):
-        return self.run(self, *args, **kwargs)
 
 
 def lines(recording, *fields):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from equality import equal
+from models import Of
 from torch import nn
 
 from mpinspect import LossScaler, MixedPrecision
@@ -194,17 +195,12 @@ def test_a_fault_of_the_inspection_does_not_reach_the_training(monkeypatch, capl
 
 
 def test_layers_that_no_scale_serves_get_the_largest_that_does_not_overflow():
-    class Conflict(nn.Module):
-        """Weight gradients of 2^8 and of 2^-36."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.large, self.small = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.large(x).float() * 2.0**8 + self.small(x).float() * 2.0**-36
-
-    model = Conflict()
+    # Weight gradients of 2^8 and of 2^-36.
+    model = Of(
+        lambda self, x: self.large(x).float() * 2.0**8 + self.small(x).float() * 2.0**-36,
+        large=nn.Linear(1, 1, bias=False),
+        small=nn.Linear(1, 1, bias=False),
+    )
     mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=2.0**-20), "fp16-amp", "auto")
     for _ in range(BLOCK + 5):
         mp.zero_grad()

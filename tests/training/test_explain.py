@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -352,15 +353,7 @@ def test_keyword_arguments_are_inputs():
         def forward(self, *, x: torch.Tensor) -> torch.Tensor:
             return x + 1
 
-    class Gives(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.takes = Takes()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.takes(x=x * math.nan)
-
-    found = broken_forward(Gives(), torch.ones(1, 2))
+    found = broken_forward(Of(lambda self, x: self.takes(x=x * math.nan), takes=Takes()), torch.ones(1, 2))
     assert (found.layer, found.name) == ("", "takes")
     assert "before" in found.detail
 
@@ -410,15 +403,7 @@ def test_a_module_that_is_non_finite_in_good_forwards_is_not_suspected():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 1 / torch.zeros(2)
 
-    class Minimum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inverse, self.times = Inverse(), Times(math.nan)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.times(torch.minimum(x, self.inverse(x)))
-
-    model = Minimum()
+    model = Of(lambda self, x: self.times(torch.minimum(x, self.inverse(x))), inverse=Inverse(), times=Times(math.nan))
     explainer = ModelExplainer(model)
     seen = []
     for factor in (math.nan, 1.0, math.nan, math.nan):
@@ -444,15 +429,8 @@ def test_a_logarithm_of_zero_is_where_it_began():
 
 
 def test_a_row_that_is_masked_in_full_is_the_softmaxs():
-    class FullRow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scores, self.softmax = nn.Linear(2, 2), nn.Softmax(-1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.softmax(self.scores(x) - math.inf)
-
-    found = broken_forward(FullRow(), torch.ones(1, 2))
+    layers = {"scores": nn.Linear(2, 2), "softmax": nn.Softmax(-1)}
+    found = broken_forward(Of(lambda self, x: self.softmax(self.scores(x) - math.inf), **layers), torch.ones(1, 2))
     assert (found.layer, found.value) == ("softmax", "nan")
 
 

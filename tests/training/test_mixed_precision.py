@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from equality import equal
+from models import Of
 from torch import nn
 
 import mpinspect
@@ -276,16 +277,13 @@ def test_the_layer_that_overflows_is_named(precision):
 
 
 def test_a_forward_that_turns_nan_leaves_the_scale_and_names_the_module():
-    class Turns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.broken, self.last = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
-            self.on = False
-
-        def forward(self, x):
-            return self.last(self.broken(self.first(x)))
-
-    model = Turns()
+    model = Of(
+        lambda self, x: self.last(self.broken(self.first(x))),
+        first=nn.Linear(8, 8),
+        broken=nn.Tanh(),
+        last=nn.Linear(8, 4),
+        on=False,
+    )
     model.broken.register_forward_hook(lambda module, inputs, output: output * float("nan") if model.on else None)
     mp = mpinspect.MixedPrecision(model, torch.optim.Adam(model.parameters()), "fp16-amp", "dynamic")
     train(mp, batches(3))
