@@ -30,6 +30,19 @@ class Of(nn.Module):
         return self.run(self, *args, **kwargs)
 
 
+class Times(torch.autograd.Function):
+    """Multiplies x by one factor, and its gradient by another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float, in_backward: float) -> torch.Tensor:
+        ctx.in_backward = in_backward
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return gradient * ctx.in_backward, None, None
+
+
 class ResidualBlock(nn.Module):
     """Adds a branch to its input, so that the sum belongs to no submodule."""
 

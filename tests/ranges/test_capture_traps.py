@@ -96,17 +96,12 @@ class _Output:
     ids=["dict", "tuple", "list", "dataclass", "nested"],
 )
 def test_tensors_in_structured_outputs_are_counted(pack: Callable[[torch.Tensor], Any]) -> None:
-    class Leaf(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            held.append(x * self.weight)
-            return pack(held[0])
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        held.append(x * self.weight)
+        return pack(held[0])
 
     held: list[torch.Tensor] = []
-    model = nn.Sequential(Leaf())
+    model = nn.Sequential(Of(forward, weight=nn.Parameter(torch.ones(3))))
     with Inspector(model, capture=ALL_KINDS) as inspector:
         model(torch.ones(2, 3))
         held[0].sum().backward()
@@ -313,17 +308,9 @@ def test_a_module_used_twice_is_counted_twice_under_its_first_name() -> None:
 
 
 def test_shared_parameters_are_counted_once_under_their_first_name() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(5, 3)
-            self.head = nn.Linear(3, 5, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embedding(tokens))
-
-    model = Tied()
+    layers = {"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)}
+    model = Of(lambda self, tokens: self.head(self.embedding(tokens)), **layers)
+    model.head.weight = model.embedding.weight
     inspector = summed(model, torch.tensor([1, 2]))
     assert [key.name for key in totals(inspector) if key.kind == "weight_gradient"] == ["embedding.weight"]
     assert weight(inspector, "embedding.weight").histogram == count_exponents(model.head.weight.grad)

@@ -312,22 +312,16 @@ def test_the_culprit_is_found_among_modules_whose_tensors_were_not_read(
     assert (first.step, first.phase, first.module) == (6, phase, "1.0")
 
 
-class _Heads(nn.Module):
+def _heads() -> nn.Module:
     """Two layers with the same input; the watch may read the output of only one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        left = self.a(x)
-        return self.out(self.b(x) + left)  # type: ignore[no-any-return]
+    layers = {name: nn.Linear(8, 8) for name in ("a", "b", "out")}
+    return Of(lambda self, x: self.out(self.a(x) + self.b(x)), **layers)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_an_unread_tensor_is_not_reported_as_finite(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_magnitudes, "_HELD_BYTES", 100)
-    model = nn.Sequential(nn.Linear(8, 8), _Heads())
+    model = nn.Sequential(nn.Linear(8, 8), _heads())
     spoiled = False
 
     def spoil(module: nn.Module, args: object, y: torch.Tensor) -> torch.Tensor | None:

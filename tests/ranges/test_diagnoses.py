@@ -511,13 +511,9 @@ def masked_row(broken):
     return train(model, loss_of=loss_of)
 
 
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x, mask):
-        return self.out((self.query(x) @ x.T + mask).softmax(-1) @ x)
+def masked():
+    forward = lambda self, x, mask: self.out((self.query(x) @ x.T + mask).softmax(-1) @ x)  # noqa: E731
+    return Of(forward, query=nn.Linear(8, 8), out=nn.Linear(8, 8))
 
 
 class MaskedBlocks(nn.Module):
@@ -525,7 +521,7 @@ class MaskedBlocks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.blocks, self.last = nn.Linear(8, 8), nn.ModuleList([Masked(), Masked()]), nn.Linear(8, 4)
+        self.first, self.blocks, self.last = nn.Linear(8, 8), nn.ModuleList([masked(), masked()]), nn.Linear(8, 4)
 
     def forward(self, x, mask):
         x = self.first(x)

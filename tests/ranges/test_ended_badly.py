@@ -473,16 +473,11 @@ def _mask() -> torch.Tensor:
 
 @pytest.mark.parametrize("operator", ["division", "product"])
 def test_a_parameter_multiplied_by_a_masks_infinity_is_named(operator: str) -> None:
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.temperature = nn.Linear(4, 6), nn.Parameter(torch.tensor(0.5))
+    def forward(self: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = self.layer(x).masked_fill(mask, -math.inf)
+        return scores / self.temperature if operator == "division" else self.temperature * scores
 
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            scores = self.layer(x).masked_fill(mask, -math.inf)
-            return scores / self.temperature if operator == "division" else self.temperature * scores
-
-    model = Scores()
+    model = Of(forward, layer=nn.Linear(4, 6), temperature=nn.Parameter(torch.tensor(0.5)))
 
     def loss(step: int) -> torch.Tensor:
         scores = model(torch.randn(5, 4), _mask() if step >= 2 else torch.zeros(5, 6, dtype=torch.bool))
@@ -696,11 +691,7 @@ def test_a_non_finite_gradient_of_the_loss_is_placed_after_the_last_module() -> 
 
 
 def test_a_non_finite_gradient_inside_a_module_is_not_placed_after_it() -> None:
-    class Root(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sub(x).abs().sqrt()
-
-    model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Linear(2, 1))
+    model = nn.Sequential(nn.Linear(2, 2), Of(lambda self, x: x.sub(x).abs().sqrt()), nn.Linear(2, 1))
     inspector = inspected(model, lambda step: model(torch.ones(3, 2)).sum(), 1)
     event = inspector.session().events[0]
     assert (event.phase, event.module, event.after) == ("backward", "1", False)

@@ -12,7 +12,7 @@ from typing import Any
 import host_kernels
 import pytest
 import torch
-from models import SUBJECTS, Of, Subject
+from models import SUBJECTS, Of, Subject, Times
 from torch import nn
 from trainings import cpu_scaler, inspected, sgd, take_step
 
@@ -457,19 +457,6 @@ def test_weights_that_became_nan_later_in_the_step_are_not_the_culprit() -> None
 # -- culprits that are known by construction ---------------------------------------------------------------------------------
 
 
-class _Times(torch.autograd.Function):
-    """Multiplies x by one factor, and its gradient by another."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float, in_backward: float) -> torch.Tensor:
-        ctx.in_backward = in_backward
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient * ctx.in_backward, None, None
-
-
 class _Scaled(nn.Module):
     """A leaf of a type unknown to the inspector, so its arithmetic may cause any infinity or NaN."""
 
@@ -478,7 +465,7 @@ class _Scaled(nn.Module):
         self.factor, self.in_backward = factor, in_backward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Times.apply(x, self.factor, self.in_backward)
+        return Times.apply(x, self.factor, self.in_backward)
 
 
 def _linear() -> nn.Linear:
@@ -656,7 +643,7 @@ IN_BACKWARD: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
         *("0", _CODE),
     ),
     "code at a container's end": (
-        lambda: nn.Sequential(_linear(), Of(lambda self, x: _Times.apply(self.a(x), 1.0, math.inf), a=_linear())),
+        lambda: nn.Sequential(_linear(), Of(lambda self, x: Times.apply(self.a(x), 1.0, math.inf), a=_linear())),
         *("1", _CODE),
     ),
 }

@@ -446,16 +446,8 @@ def test_the_watch_names_the_inner_module_of_a_shared_output() -> None:
 
 
 def test_an_output_changed_in_place_by_its_container_is_read_again() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(256, 256)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.head(x)
-            return hidden.mul_(float("inf")).flatten(0, 1)
-
-    model = nn.Sequential(InPlace())
+    changed = Of(lambda self, x: self.head(x).mul_(float("inf")).flatten(0, 1), head=nn.Linear(256, 256))
+    model = nn.Sequential(changed)
     with Inspector(model) as inspector:
         model(torch.randn(2, 128, 256)).sum().backward()
     event = inspector.session().events[0]

@@ -20,6 +20,7 @@ import torch
 import torchao_here
 from hypothesis import given
 from hypothesis import strategies as st
+from models import Of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -232,30 +233,19 @@ def test_a_cell_has_the_noise_of_the_worst_layer_under_stochastic_rounding() -> 
     assert 0.05 < deviation < 0.3
 
 
-class _Transposed(nn.Module):
-    """Stores its weight as (input features, output features), like the Conv1D of transformers."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(linear.weight.detach().T.clone()), linear.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.bias, x, self.weight)
+def _transposed(linear: nn.Linear) -> nn.Module:
+    """Store the weight as (input features, output features), like the Conv1D of transformers."""
+    weight = nn.Parameter(linear.weight.detach().T.clone())
+    return Of(lambda self, x: torch.addmm(self.bias, x, self.weight), weight=weight, bias=linear.bias)
 
 
 class _Subclass(nn.Linear):
     pass
 
 
-class _Scaled(nn.Module):
-    """Has a matrix as its weight, and does not multiply by it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(64, 64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight.diagonal()
+def _scaled() -> nn.Module:
+    """Return a module that has a matrix as its weight, and does not multiply by it."""
+    return Of(lambda self, x: x * self.weight.diagonal(), weight=nn.Parameter(torch.rand(64, 64)))
 
 
 def test_a_product_is_judged_whatever_the_class_of_its_module_and_the_layout_of_its_weight() -> None:
@@ -263,10 +253,10 @@ def test_a_product_is_judged_whatever_the_class_of_its_module_and_the_layout_of_
     with torch.no_grad():
         for net in (plain, other):
             net.head.weight[:, ::32] = 40.0
-    other.blocks[1][0], other.head = _Transposed(other.blocks[1][0]), _Transposed(other.head)  # type: ignore[assignment]
+    other.blocks[1][0], other.head = _transposed(other.blocks[1][0]), _transposed(other.head)  # type: ignore[assignment]
     other.blocks[0][0].__class__ = _Subclass
-    other.blocks.append(_Scaled())
-    plain.blocks.append(_Scaled())
+    other.blocks.append(_scaled())
+    plain.blocks.append(_scaled())
     plain.blocks[2].load_state_dict(other.blocks[2].state_dict())
     expected, found = (mpinspect.compare_recipes(net, _loss, [x], ["mxfp8", "mxfp4"]) for net in (plain, other))
     assert found.rows == expected.rows

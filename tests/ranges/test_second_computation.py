@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from models import Of, Times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -280,23 +281,9 @@ def trained(model, twice, loss_of):
     return [loss, *(parameter.grad for parameter in model.parameters()), *model.buffers()], context.second
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.block, self.use_reentrant = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.GELU()), use_reentrant
-
-    def forward(self, x):
-        return checkpoint(self.block, x.requires_grad_(), use_reentrant=self.use_reentrant)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
+def checkpointed(use_reentrant):
+    forward = lambda self, x: checkpoint(self.block, x.requires_grad_(), use_reentrant=use_reentrant)  # noqa: E731
+    return Of(forward, block=nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.GELU()))
 
 
 class Odd(nn.Module):
@@ -309,7 +296,7 @@ class Odd(nn.Module):
     def forward(self, x):
         mixed = torch.fft.ifft(torch.fft.fft(x.float())).real
         y = self.linear(mixed + self.embed(torch.arange(8) % 3))
-        y = Doubled.apply(y)
+        y = Times.apply(y, 2, 2)
         y.relu_()
         return y + torch.arange(16)
 
@@ -358,8 +345,8 @@ MODELS = {
         mean_square(4, 3, 8, 8),
     ),
     "an LSTM": (nn.LSTM(64, 128, 2), lambda model: model(values(50, 8, 64))[0].float().square().mean()),
-    "checkpointing": (Checkpointed(False), mean_square(8, 16)),
-    "reentrant checkpointing": (Checkpointed(True), mean_square(8, 16)),
+    "checkpointing": (checkpointed(False), mean_square(8, 16)),
+    "reentrant checkpointing": (checkpointed(True), mean_square(8, 16)),
     "a gradient of a gradient": (nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), penalised),
     "complex, sparse and in place": (Odd(), mean_square(8, 16)),
     "FP16 weights": (nn.Linear(16, 16).half(), lambda model: model(values(8, 16).half()).float().square().mean()),
@@ -974,20 +961,14 @@ def test_an_operator_without_a_second_run_is_named():
     assert second.left_out() == "Left out of the second computation of a step: 1 call of erfinv"
 
 
-class _Attention(nn.Module):
-    """Adds a large residual, which absorbs a part of the branch; the bias of the keys has a gradient of zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x):
-        q, k, v = (layer(x) for layer in (self.query, self.key, self.value))
-        return 2048.0 * x + (q @ k.mT).softmax(-1) @ v
+def attending(self, x):
+    """Add a large residual, which absorbs a part of the branch; the bias of the keys has a gradient of zero."""
+    q, k, v = (layer(x) for layer in (self.query, self.key, self.value))
+    return 2048.0 * x + (q @ k.mT).softmax(-1) @ v
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_does_not_count_as_off():
-    model = _Attention()
+    model = Of(attending, **{name: nn.Linear(16, 16) for name in ("query", "key", "value")})
     with Twice(model) as second, torch.autocast("cpu", torch.bfloat16):
         y = model(values(4, 12, 16).bfloat16())
         (y.float() * values(4, 12, 16)).sum().backward()

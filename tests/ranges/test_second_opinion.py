@@ -60,20 +60,14 @@ def test_a_healthy_step_has_no_findings(dtype):
     )
 
 
-class Copying(nn.Module):
-    """Copies and pickles its layer, and branches, while hooks and a dispatch mode are on it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = copy.deepcopy(self.layer)(x) + pickle.loads(pickle.dumps(self.layer))(x) + self.layer(x)
-        return torch.cond(x.shape[0] > 2, lambda x: x * 2, lambda x: x / 0, (x,))
+def copying(self, x):
+    """Copy and pickle the layer, and branch, while hooks and a dispatch mode are on it."""
+    x = copy.deepcopy(self.layer)(x) + pickle.loads(pickle.dumps(self.layer))(x) + self.layer(x)
+    return torch.cond(x.shape[0] > 2, lambda x: x * 2, lambda x: x / 0, (x,))
 
 
 def test_a_step_that_copies_its_layers_and_branches():
-    assert mpinspect.second_opinion(Copying(), mean_square, torch.randn(4, 8)) == ()
+    assert mpinspect.second_opinion(Of(copying, layer=nn.Linear(8, 8)), mean_square, torch.randn(4, 8)) == ()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

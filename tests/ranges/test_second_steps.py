@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
@@ -332,21 +333,14 @@ def test_an_overflow_of_a_later_phase_that_leaves_the_loss_finite_is_found(chang
     assert "overflow-in-operator" in {finding.id for finding in inspector.report().findings}
 
 
-class Wave(nn.Module):
+def wave():
     """A network of a sine, whose second derivative has the square of the first layer's weights as a factor."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(1, 8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        h = torch.sin(self.first(x))
-        return self.last(h)
+    return Of(lambda self, x: self.last(torch.sin(self.first(x))), first=nn.Linear(1, 8), last=nn.Linear(8, 1))
 
 
 def test_the_layer_whose_derivative_overflows_fp16_is_named():
     torch.manual_seed(0)
-    model = Wave()
+    model = wave()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-9), torch.amp.GradScaler("cpu", init_scale=1.0)
     with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
         for step in range(16):
@@ -382,23 +376,20 @@ def test_of_steps_after_one_infinity_some_are_left_for_the_next():
     assert chosen(StepChoice(()), [2, 12, 15, 16, 17]) == [2, 3, 4, 5, 6, 12, 15, 16]
 
 
-class Decays(nn.Module):
-    """Multiplies by 1 less decay factors: of a parameter, or of the input."""
-
-    def __init__(self, of_input):
-        super().__init__()
-        self.logits = nn.Parameter(torch.linspace(0, 12, 16))
-        self.of_input = of_input
+def decays(of_input):
+    """Multiply by 1 less decay factors: of a parameter, or of the input."""
 
     def forward(self, x):
-        logits = self.logits + x if self.of_input else self.logits
+        logits = self.logits + x if of_input else self.logits
         return (1 - torch.sigmoid(logits).bfloat16()).float() * x
+
+    return Of(forward, logits=nn.Parameter(torch.linspace(0, 12, 16)))
 
 
 @pytest.mark.parametrize("of_input", [False, True])
 def test_decay_factors_of_a_parameter_that_round_to_1_are_named_and_saturated_gates_are_not(of_input):
     torch.manual_seed(0)
-    model = nn.Sequential(Decays(of_input), nn.Linear(16, 1))
+    model = nn.Sequential(decays(of_input), nn.Linear(16, 1))
     inspector = inspected(model, lambda _: model(torch.randn(8, 16)).mean(), 4, lr=0.01, second=True)
     found = {finding.id: finding for finding in inspector.report().findings}
     assert ("constant-is-one" in found) is not of_input

@@ -191,22 +191,16 @@ def test_a_dead_relu_is_where_the_gradients_become_zero():
     assert finding.code == ""
 
 
-class Gated(nn.Module):
+def gated():
     """A block whose gate begins at zero (ReZero), and a low-rank adapter whose second factor does (LoRA)."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-        self.gate = nn.Parameter(torch.zeros(()))
-        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x):
-        return x + self.gate * self.inner(x) + self.up(self.down(x))
+    adapter = {"down": nn.Linear(8, 2, bias=False), "up": nn.Linear(2, 8, bias=False)}
+    nn.init.zeros_(adapter["up"].weight)
+    forward = lambda self, x: x + self.gate * self.inner(x) + self.up(self.down(x))  # noqa: E731
+    return Of(forward, inner=nn.Linear(8, 8), gate=nn.Parameter(torch.zeros(())), **adapter)
 
 
 def test_weights_behind_a_zero_are_silent_in_the_first_step_alone():
-    assert named(train(Gated(), lambda model, x: (model(x) - x.flip(-1)).square().mean())) == []
+    assert named(train(gated(), lambda model, x: (model(x) - x.flip(-1)).square().mean())) == []
 
 
 def test_a_head_of_zeros_that_is_never_updated_is_not_a_finding():
@@ -220,7 +214,7 @@ def test_a_head_of_zeros_that_is_never_updated_is_not_a_finding():
 
 
 def test_the_micro_batches_of_a_first_step_are_one_step():
-    model = Gated()
+    model = gated()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(2):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Of
+from models import Of, Times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,21 +18,9 @@ from mpinspect.training.explain import ModelExplainer
 from mpinspect.training.skipped_steps import NonFinite
 
 
-class Spoil(torch.autograd.Function):
-    """The identity, with a multiplied gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.factor, None
-
-
 def spoil(x: torch.Tensor, factor: float = math.inf) -> torch.Tensor:
-    return Spoil.apply(x, factor)
+    """Return x, whose gradient is multiplied by the factor."""
+    return Times.apply(x, 1.0, factor)
 
 
 def explain(
@@ -103,16 +91,9 @@ def test_inf_and_nan_are_distinguished(factor, value):
 
 
 def test_tied_weights_have_their_first_name():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.output = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
-            self.output.weight = self.embedding.weight
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return spoil(self.output(self.embedding(tokens)))
-
-    model = Tied()
+    layers = {"embedding": nn.Embedding(4, 4), "output": nn.Linear(4, 4, bias=False)}
+    model = Of(lambda self, tokens: spoil(self.output(self.embedding(tokens))), **layers)
+    model.output.weight = model.embedding.weight
     culprit = explain(model, model(torch.arange(4)).sum())
     assert (culprit.layer, culprit.name) == ("embedding", "embedding.weight")
 
@@ -267,7 +248,7 @@ def broken_forward(model: nn.Module, *inputs: torch.Tensor, spoiled: Any = None)
     return found
 
 
-class Times(nn.Module):
+class Multiplied(nn.Module):
     """Multiplies."""
 
     def __init__(self, factor: float) -> None:
@@ -281,7 +262,7 @@ class Times(nn.Module):
 @pytest.mark.parametrize(("factor", "value"), [(math.nan, "nan"), (math.inf, "inf")])
 def test_a_module_inside_containers(factor, value):
     model = nn.Sequential(
-        nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Sequential(nn.Sigmoid(), Times(factor))), nn.Tanh()
+        nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Sequential(nn.Sigmoid(), Multiplied(factor))), nn.Tanh()
     )
     found = broken_forward(model, torch.ones(1, 2))
     assert (found.layer, found.name, found.value) == ("1.1.1", "1.1.1", value)
@@ -380,7 +361,7 @@ class Attention(nn.Module):
 
     def __init__(self, factor: float) -> None:
         super().__init__()
-        self.mask, self.scores, self.softmax, self.times = Mask(), nn.Linear(4, 4), nn.Softmax(-1), Times(factor)
+        self.mask, self.scores, self.softmax, self.times = Mask(), nn.Linear(4, 4), nn.Softmax(-1), Multiplied(factor)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.times(self.softmax(self.scores(x) + self.mask(x)))
@@ -403,7 +384,9 @@ def test_a_module_that_is_non_finite_in_good_forwards_is_not_suspected():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 1 / torch.zeros(2)
 
-    model = Of(lambda self, x: self.times(torch.minimum(x, self.inverse(x))), inverse=Inverse(), times=Times(math.nan))
+    model = Of(
+        lambda self, x: self.times(torch.minimum(x, self.inverse(x))), inverse=Inverse(), times=Multiplied(math.nan)
+    )
     explainer = ModelExplainer(model)
     seen = []
     for factor in (math.nan, 1.0, math.nan, math.nan):
