@@ -298,7 +298,7 @@ def test_a_model_whose_forward_method_is_called_directly(tmp_path):
             scaler.scale(model.forward(torch.randn(5, 4)).square().mean()).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert (run.names, run.gradients(), run.steps()) == (["Direct"], {"weight"}, 3)
+    assert (run.names, run.gradients(), run.steps()) == (["Of"], {"weight"}, 3)
     assert [change.scale for change in run.parts.models[0].session.progress.scales] == [4.0]
 
 
