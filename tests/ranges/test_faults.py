@@ -115,26 +115,6 @@ def _two(x: torch.Tensor) -> TwoTensor:
     return TwoTensor(x, x.clone())
 
 
-class _Border(nn.Module):
-    def __init__(self, function: Any, wrap: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function, self.wrap = function, wrap
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function.apply(x, self.wrap)
-
-
-class _OddWeight(nn.Module):
-    """A linear layer with a subclass as weight; its inputs and outputs are plain tensors."""
-
-    def __init__(self, weight: Any, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.weight, self.value = weight, value
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.value(self.weight)
-
-
 def _train(model: nn.Module, inspect: bool, kinds: tuple[str, ...] = KINDS) -> tuple[Session, list[torch.Tensor]]:
     """Train, and return the session and the final weights."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -157,15 +137,8 @@ def _between(wrap: Callable[[torch.Tensor], torch.Tensor], trainable: bool) -> n
         inner.weight = nn.Parameter(wrap(inner.weight.detach().clone()), requires_grad=trainable)
     else:
         inner.weight.requires_grad_(trainable)
-    return nn.Sequential(
-        nn.Linear(4, 4),
-        _Border(_Enter, wrap),
-        inner,
-        _Border(_Leave, wrap),
-        nn.Linear(4, 4),
-        nn.Tanh(),
-        nn.Linear(4, 1),
-    )
+    enter, leave = Of(lambda self, x: _Enter.apply(x, wrap)), Of(lambda self, x: _Leave.apply(x, wrap))
+    return nn.Sequential(nn.Linear(4, 4), enter, inner, leave, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
@@ -206,7 +179,9 @@ def test_a_frozen_weight_of_a_subclass_does_not_lose_other_tensors(kind: type[Wr
         # Parameter() does the same, but calls operators of the class, which may raise.
         weight = kind(inner)
         weight._is_param = True
-        return nn.Sequential(nn.Linear(4, 4), _OddWeight(weight, value), nn.Linear(4, 1))
+        # The inputs and outputs of the layer with the subclass are plain tensors.
+        odd = Of(lambda self, x: x @ value(self.weight), weight=weight)
+        return nn.Sequential(nn.Linear(4, 4), odd, nn.Linear(4, 1))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from trainings import take_step
 
@@ -17,19 +18,16 @@ def squares(model, x):
     return model(x).square().mean()
 
 
-class Trend(nn.Module):
-    """Fits polynomials by normal equations, far from zero."""
-
-    def __init__(self, degree, start):
-        super().__init__()
-        self.linear = nn.Linear(32, 8)
-        self.degree, self.start = degree, start
+def trend(degree, start):
+    """Fit polynomials by normal equations, far from zero."""
 
     def forward(self, x):
-        grid = self.start + torch.arange(32, dtype=x.dtype) / 4
-        powers = torch.stack([grid**k for k in range(self.degree + 1)], dim=-1)
+        grid = start + torch.arange(32, dtype=x.dtype) / 4
+        powers = torch.stack([grid**k for k in range(degree + 1)], dim=-1)
         fit = powers @ (torch.linalg.inv(powers.mT @ powers) @ powers.mT @ x.mT)
         return self.linear(x - fit.mT)
+
+    return Of(forward, linear=nn.Linear(32, 8))
 
 
 def gradients(model, x):
@@ -40,7 +38,7 @@ def gradients(model, x):
 @pytest.mark.parametrize(("degree", "start"), [(2, 1000.0), (2, 400.0), (2, 2400.0)])
 def test_the_error_of_the_gradients_is_that_of_the_same_step_in_float64(degree, start):
     torch.manual_seed(0)
-    model, x = Trend(degree, start), torch.randn(16, 32)
+    model, x = trend(degree, start), torch.randn(16, 32)
     wide = copy.deepcopy(model).double()
     in_fp32, exact = gradients(copy.deepcopy(model), x), gradients(wide, x.double())
     (found,) = mpinspect.second_opinion(model, squares, x)
@@ -73,28 +71,21 @@ def test_distances_that_are_the_difference_of_large_squares_are_reported(centre,
         assert "donot_use_mm_for_euclid_dist" in each.code
 
 
-class Spread(nn.Module):
-    """The square root of a mean of squares less the square of a mean."""
-
-    def forward(self, x):
-        variance = (x * x).mean(-1) - x.mean(-1) ** 2
-        return variance.sqrt()
+def spread(self, x):
+    """Return the square root of a mean of squares less the square of a mean."""
+    variance = (x * x).mean(-1) - x.mean(-1) ** 2
+    return variance.sqrt()
 
 
-class Spreads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.spread, self.head = Spread(), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.head(self.spread(x))
+def spreads():
+    return Of(lambda self, x: self.head(self.spread(x)), spread=Of(spread), head=nn.Linear(8, 1))
 
 
 @pytest.mark.parametrize(("centre", "is_broken"), [(1e5, True), (0.0, False)])
 def test_a_nan_that_fp64_does_not_have_has_the_line_at_which_the_errors_grew(centre, is_broken):
     torch.manual_seed(0)
     x = centre + torch.randn(64, 8, 16)
-    found = mpinspect.second_opinion(Spreads(), squares, x)
+    found = mpinspect.second_opinion(spreads(), squares, x)
     assert [each.id for each in found if each.id != "result-is-rounding-error"] == ["fp32-too-coarse"] * is_broken
     for each in found[:1]:
         assert (each.layer, each.evidence["operator"]) == ("spread", "sqrt")
@@ -285,7 +276,7 @@ def test_the_first_chosen_steps_run_in_fp64_and_those_after_an_infinity():
 def test_a_model_that_takes_a_step_again_after_a_break_is_judged(tmp_path):
     """The scaler skips the steps, so that the weights stay."""
     torch.manual_seed(0)
-    model = Spreads()
+    model = spreads()
     optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=4.0)
     with mpinspect.Inspector(model, second=True) as inspector:
         for _ in range(4):

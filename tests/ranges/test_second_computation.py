@@ -286,19 +286,12 @@ def checkpointed(use_reentrant):
     return Of(forward, block=nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.GELU()))
 
 
-class Odd(nn.Module):
-    """Complex numbers, integers, a sparse gradient, a write in place and a function of one's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.linear = nn.Embedding(10, 16, sparse=True), nn.Linear(16, 16)
-
-    def forward(self, x):
-        mixed = torch.fft.ifft(torch.fft.fft(x.float())).real
-        y = self.linear(mixed + self.embed(torch.arange(8) % 3))
-        y = Times.apply(y, 2, 2)
-        y.relu_()
-        return y + torch.arange(16)
+def odd(self, x):
+    """Compute with complex numbers, integers, a sparse gradient, a write in place and a function of one's own."""
+    mixed = torch.fft.ifft(torch.fft.fft(x.float())).real
+    y = Times.apply(self.linear(mixed + self.embed(torch.arange(8) % 3)), 2, 2)
+    y.relu_()
+    return y + torch.arange(16)
 
 
 def penalised(model):
@@ -307,16 +300,8 @@ def penalised(model):
     return gradient.square().sum()
 
 
-class Writing(nn.Module):
-    """Writes to tensors that have no FP32 twin."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.register_buffer("total", torch.zeros(16, dtype=torch.float64))
-        self.register_buffer("turned", torch.zeros(16, dtype=torch.complex64))
-        self.register_buffer("count", torch.zeros(16, dtype=torch.int32))
-        self.register_buffer("written", torch.zeros(16, dtype=torch.float64))
+def writing():
+    """Write to tensors that have no FP32 twin."""
 
     def forward(self, x):
         y = self.linear(x)
@@ -329,13 +314,19 @@ class Writing(nn.Module):
             torch.nested.nested_tensor([y[0], y[1, :3]]).bfloat16().mul(2)
         return y
 
+    model = Of(forward, linear=nn.Linear(16, 16))
+    dtypes = {"total": torch.float64, "turned": torch.complex64, "count": torch.int32, "written": torch.float64}
+    for name, dtype in dtypes.items():
+        model.register_buffer(name, torch.zeros(16, dtype=dtype))
+    return model
+
 
 def mean_square(*shape):
     return lambda model: model(values(*shape)).float().square().mean()
 
 
 MODELS = {
-    "tensors without twins that are written": (Writing(), mean_square(8, 16)),
+    "tensors without twins that are written": (writing(), mean_square(8, 16)),
     "a transformer with dropout": (
         nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False),
         mean_square(2, 8, 16),
@@ -348,7 +339,10 @@ MODELS = {
     "checkpointing": (checkpointed(False), mean_square(8, 16)),
     "reentrant checkpointing": (checkpointed(True), mean_square(8, 16)),
     "a gradient of a gradient": (nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), penalised),
-    "complex, sparse and in place": (Odd(), mean_square(8, 16)),
+    "complex, sparse and in place": (
+        Of(odd, embed=nn.Embedding(10, 16, sparse=True), linear=nn.Linear(16, 16)),
+        mean_square(8, 16),
+    ),
     "FP16 weights": (nn.Linear(16, 16).half(), lambda model: model(values(8, 16).half()).float().square().mean()),
 }
 
@@ -482,23 +476,17 @@ def test_a_difference_of_sums_leads_to_the_sum_that_rounds_and_not_to_its_terms(
     assert before(cancelled) == ("sum", "bfloat16", 1)
 
 
-class Decays(nn.Module):
-    """Sums up the past with weights that decay, as state-space layers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.rate = nn.Parameter(torch.ones(()))
-
-    def forward(self, steps, dtype):
-        decay = (-steps * self.rate).to(dtype).cumsum(1)
-        lags = decay[:, :, None] - decay[:, None]
-        future = torch.ones(steps.shape[1], steps.shape[1], dtype=torch.bool).triu(1)
-        return lags.masked_fill(future, -math.inf).exp().float().sum(2)
+def decaying(self, steps, dtype):
+    """Sum up the past with weights that decay, as state-space layers do."""
+    decay = (-steps * self.rate).to(dtype).cumsum(1)
+    lags = decay[:, :, None] - decay[:, None]
+    future = torch.ones(steps.shape[1], steps.shape[1], dtype=torch.bool).triu(1)
+    return lags.masked_fill(future, -math.inf).exp().float().sum(2)
 
 
 @pytest.mark.parametrize(("off", "is_useless"), [(1e-3, True), (1.0, False)])
 def test_an_error_that_an_exponential_raises_is_recorded_only_if_the_gradients_are_useless(off, is_useless):
-    model, steps = Decays(), (1 + values(4, 192).abs()) / 2
+    model, steps = Of(decaying, rate=nn.Parameter(torch.ones(()))), (1 + values(4, 192).abs()) / 2
     target = model(steps, torch.float32).detach() - off
     with Twice(model) as second:
         F.mse_loss(model(steps, torch.bfloat16), target).backward()

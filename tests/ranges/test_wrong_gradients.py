@@ -9,6 +9,7 @@ import torch
 import trainings
 from agreeing_reports import analyse
 from analysis_sessions import session_of, spread, weight
+from models import Of
 from torch import nn
 from trainings import cpu_scaler, sgd, take_step
 
@@ -45,20 +46,18 @@ class Rebuilt(torch.autograd.Function):
         return gradient * (rebuilt / x), None
 
 
-class Rebuilding(nn.Module):
-    def __init__(self, times):
-        super().__init__()
-        self.entry, self.head, self.times = nn.Linear(16, 32), nn.Linear(32, 4), times
-
+def rebuilding(times):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
-            return self.head(Rebuilt.apply(self.entry(x), self.times)).float()
+            return self.head(Rebuilt.apply(self.entry(x), times)).float()
+
+    return Of(forward, entry=nn.Linear(16, 32), head=nn.Linear(32, 4))
 
 
 @pytest.mark.parametrize(("times", "severity"), [(1, None), (12, "error")])
 def test_gradients_that_are_mostly_rounding_error_name_the_line_at_which_the_errors_grow(times, severity):
     torch.manual_seed(0)
-    model = Rebuilding(times)
+    model = rebuilding(times)
     found, _ = inspected(model, lambda step: model(torch.randn(64, 16)).square().mean(), lr=1e-4)
     assert {each: found[each].severity for each in found if each == "gradients-inaccurate"} == (
         {"gradients-inaccurate": severity} if severity else {}

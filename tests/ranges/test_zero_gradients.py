@@ -135,24 +135,22 @@ def test_a_backward_that_casts_to_fp8_without_a_scale_is_where_the_gradients_bec
         assert finding.evidence["border"] == "2"
 
 
-class Residual(nn.Module):
+def residual(layer):
     """Two blocks beside a skip connection; ``layer`` makes the second layer of each."""
-
-    def __init__(self, layer):
-        super().__init__()
-        torch.manual_seed(1)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), layer()) for _ in range(2))
-        self.head = nn.Linear(8, 4)
+    torch.manual_seed(1)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), layer()) for _ in range(2))
 
     def forward(self, x):
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
 
+    return Of(forward, blocks=blocks, head=nn.Linear(8, 4))
+
 
 def test_layers_amid_the_model_that_lose_their_gradients_are_a_warning():
     report = train(
-        Residual(lambda: NarrowLinear(8, 8)), lambda model, x: model(x).square().mean() * 1e-7, lr=1.0, steps=20
+        residual(lambda: NarrowLinear(8, 8)), lambda model, x: model(x).square().mean() * 1e-7, lr=1.0, steps=20
     )
     (finding,) = named(report)
     assert (finding.severity, finding.certainty) == ("warning", "inferred")
@@ -177,7 +175,7 @@ def test_blocks_that_begin_at_zero_are_silent_in_the_first_step_alone():
         nn.init.zeros_(layer.weight)
         return layer
 
-    assert named(train(Residual(zeros), lambda model, x: (model(x) - 1).square().mean(), steps=20)) == []
+    assert named(train(residual(zeros), lambda model, x: (model(x) - 1).square().mean(), steps=20)) == []
 
 
 def test_a_dead_relu_is_where_the_gradients_become_zero():

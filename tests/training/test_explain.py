@@ -268,27 +268,21 @@ def test_a_module_inside_containers(factor, value):
     assert (found.layer, found.name, found.value) == ("1.1.1", "1.1.1", value)
 
 
-class Functions(nn.Module):
-    """Runs a function between its two layers, or after them."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.one, self.two, self.where = nn.Linear(2, 2), nn.Linear(2, 2), where
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.one(x)
-        x = self.two(x * math.nan if self.where == "between" else x)
-        return x * math.nan if self.where == "after" else x
+def with_functions(between: float, after: float) -> nn.Module:
+    """Multiply between two layers of a part, and after them."""
+    layers = {"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)}
+    part = Of(lambda self, x: self.two(self.one(x) * between) * after, **layers)
+    return nn.Sequential(nn.Linear(2, 2), part, nn.Linear(2, 2))
 
 
 def test_a_function_between_modules():
-    found = broken_forward(nn.Sequential(nn.Linear(2, 2), Functions("between"), nn.Linear(2, 2)), torch.ones(1, 2))
+    found = broken_forward(with_functions(math.nan, 1.0), torch.ones(1, 2))
     assert (found.layer, found.name, found.value) == ("1", "1.two", "nan")
     assert "before '1.two'" in found.detail
 
 
 def test_a_function_after_the_last_module_of_a_container():
-    found = broken_forward(nn.Sequential(nn.Linear(2, 2), Functions("after"), nn.Linear(2, 2)), torch.ones(1, 2))
+    found = broken_forward(with_functions(1.0, math.nan), torch.ones(1, 2))
     assert (found.layer, found.name, found.value) == ("1", "1", "nan")
 
 
@@ -321,20 +315,13 @@ class Output:
     ids=["dict", "tuple", "nested", "dataclass", "named tuple"],
 )
 def test_outputs_of_every_kind(wrap):
-    class Wraps(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return wrap(x * math.nan)
-
-    model = nn.Sequential(nn.Linear(2, 2), Wraps())
+    model = nn.Sequential(nn.Linear(2, 2), Of(lambda self, x: wrap(x * math.nan)))
     assert broken_forward(model, torch.ones(1, 2)).layer == "1"
 
 
 def test_keyword_arguments_are_inputs():
-    class Takes(nn.Module):
-        def forward(self, *, x: torch.Tensor) -> torch.Tensor:
-            return x + 1
-
-    found = broken_forward(Of(lambda self, x: self.takes(x=x * math.nan), takes=Takes()), torch.ones(1, 2))
+    takes = Of(lambda self, *, x: x + 1)
+    found = broken_forward(Of(lambda self, x: self.takes(x=x * math.nan), takes=takes), torch.ones(1, 2))
     assert (found.layer, found.name) == ("", "takes")
     assert "before" in found.detail
 
@@ -356,37 +343,19 @@ def test_a_non_finite_statistic_is_named_but_a_mask_is_not():
     assert explainer.forward().name == "1.running_mean"
 
 
-class Attention(nn.Module):
-    """A module makes a mask of 0 and -inf, which softmax consumes; a later module may break."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.mask, self.scores, self.softmax, self.times = Mask(), nn.Linear(4, 4), nn.Softmax(-1), Multiplied(factor)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.times(self.softmax(self.scores(x) + self.mask(x)))
-
-
-class Mask(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.full((4, 4), -math.inf).triu(1)
-
-
 def test_masks_are_passed_over():
-    found = broken_forward(Attention(math.nan), torch.ones(4, 4))
+    """A module makes a mask of 0 and -inf, which softmax consumes; a later module breaks."""
+    mask = Of(lambda self, x: torch.full((4, 4), -math.inf).triu(1))
+    layers = {"mask": mask, "scores": nn.Linear(4, 4), "softmax": nn.Softmax(-1), "times": Multiplied(math.nan)}
+    model = Of(lambda self, x: self.times(self.softmax(self.scores(x) + self.mask(x))), **layers)
+    found = broken_forward(model, torch.ones(4, 4))
     assert (found.layer, found.value) == ("times", "nan")
 
 
 def test_a_module_that_is_non_finite_in_good_forwards_is_not_suspected():
     """A module returns a harmless +inf, which is recognised after one forward with a finite loss."""
-
-    class Inverse(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 1 / torch.zeros(2)
-
-    model = Of(
-        lambda self, x: self.times(torch.minimum(x, self.inverse(x))), inverse=Inverse(), times=Multiplied(math.nan)
-    )
+    layers = {"inverse": Of(lambda self, x: 1 / torch.zeros(2)), "times": Multiplied(math.nan)}
+    model = Of(lambda self, x: self.times(torch.minimum(x, self.inverse(x))), **layers)
     explainer = ModelExplainer(model)
     seen = []
     for factor in (math.nan, 1.0, math.nan, math.nan):
@@ -398,16 +367,13 @@ def test_a_module_that_is_non_finite_in_good_forwards_is_not_suspected():
 
 
 def test_a_logarithm_of_zero_is_where_it_began():
-    class Log(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * 0).log()
-
-    model = nn.Sequential(Log(), nn.Linear(2, 2, bias=False), nn.Tanh())
+    log = Of(lambda self, x: (x * 0).log())
+    model = nn.Sequential(log, nn.Linear(2, 2, bias=False), nn.Tanh())
     with torch.no_grad():
         model[1].weight.copy_(torch.tensor([[1.0, -1.0], [1.0, 1.0]]))
     found = broken_forward(model, torch.ones(1, 2))
     assert (found.layer, found.value) == ("0", "inf")
-    only = broken_forward(nn.Sequential(nn.Identity(), Log()), torch.ones(1, 2))
+    only = broken_forward(nn.Sequential(nn.Identity(), log), torch.ones(1, 2))
     assert (only.layer, only.value) == ("1", "inf")
 
 
