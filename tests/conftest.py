@@ -121,6 +121,14 @@ def _imports_are_hidden_too(_nothing_passes_from_file_to_file: None) -> None:
 _hidden: dict[str, int] = {}
 
 
+@pytest.fixture(autouse=True)
+def _torch_is_seeded() -> None:
+    """Seed torch with 0, so that a test computes the same alone, in its file, and in any order."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """``golden(name, text)`` asserts that the text equals tests/golden/``name``; --update-golden rewrites the file."""

@@ -46,7 +46,6 @@ def _window(*samples: Sample, steps: int = 1) -> Window:
 
 @pytest.mark.parametrize("scales", [(1.0,), (1.0, 2.0**16), (0.5, 1000.0, 8.0)])
 def test_samples_of_different_scales_add_up_unscaled(scales: tuple[float, ...]) -> None:
-    torch.manual_seed(0)
     tally, dropped, seen = _tally()
     parts = [torch.randn(100) for _ in scales]
     for step, (values, scale) in enumerate(zip(parts, scales, strict=True)):

@@ -174,7 +174,6 @@ def _reads_at_the_optimizer(model: nn.Module) -> dict[str, int]:
 
 
 def test_weight_gradients_are_read_in_steps_that_do_not_see_the_fp16_inside_a_block() -> None:
-    torch.manual_seed(0)
 
     def in_fp16() -> nn.Module:
         inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).half()

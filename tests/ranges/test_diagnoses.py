@@ -1576,7 +1576,6 @@ class RoundingStochastically(torch.optim.Adam):
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("draws", [False, True])
 def test_an_optimizer_that_rounds_stochastically_loses_no_updates(draws, closure):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 4)).bfloat16()
     optimizer = RoundingStochastically(model.parameters(), draws)
 

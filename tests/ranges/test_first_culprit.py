@@ -205,7 +205,6 @@ def test_a_clean_run_has_no_events(name: str) -> None:
 
 def test_the_event_of_a_skipped_step_contains_the_last_maxima() -> None:
     """The event states that the step was skipped, and lists the tensor's largest magnitudes of the steps before."""
-    torch.manual_seed(0)
     subject = SUBJECTS["cnn"]()
     plant = Plant(subject.model.get_submodule("head"), math.inf)
     plant.gradient_coming_out()
@@ -222,7 +221,6 @@ def test_the_event_of_a_skipped_step_contains_the_last_maxima() -> None:
 
 def test_a_non_finite_weight_gradient_is_named_after_the_scaler_skips() -> None:
     """With a GradScaler, weight gradients are read only after a skipped step."""
-    torch.manual_seed(0)
     subject = SUBJECTS["cnn"]()
     weight = subject.model.get_submodule("block.conv").weight
     optimizer, scaler = sgd(subject.model, 1e-3), cpu_scaler(16.0)
@@ -435,7 +433,6 @@ def test_the_cause_is_reported_before_its_consequences() -> None:
 
 def test_weights_that_became_nan_later_in_the_step_are_not_the_culprit() -> None:
     """The infinity arises in the model's relu + log; only its gradients then make the weights NaN."""
-    torch.manual_seed(0)
     model = Of(
         lambda self, x, shift: self.decoder(torch.log(torch.relu(self.encoder(x)) + shift)),
         encoder=_linear(),
@@ -663,7 +660,6 @@ CASES = {
 )
 @pytest.mark.parametrize("name", CASES)
 def test_each_constructed_culprit_is_named(name: str, kinds: tuple[str, ...]) -> None:
-    torch.manual_seed(0)
     make, batch, phase, module, words = CASES[name]
     model = make()
     parameters = list(model.parameters()) or [nn.Parameter(torch.ones(1))]
@@ -693,7 +689,6 @@ def _first_spoiled(model: nn.Module, outputs: Callable[[], tuple[torch.Tensor, t
 
 
 def test_code_after_the_model_is_the_culprit_if_it_spoils_one_of_two_calls() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(_linear(), nn.Tanh(), nn.Linear(4, 2))
     event = _first_spoiled(model, lambda: (model(_GOOD), model(_GOOD + 1)))
     assert (event.phase, event.module, event.after) == ("backward", "2", True)
@@ -701,7 +696,6 @@ def test_code_after_the_model_is_the_culprit_if_it_spoils_one_of_two_calls() -> 
 
 
 def test_code_after_a_model_is_the_culprit_if_it_spoils_one_of_two_outputs() -> None:
-    torch.manual_seed(0)
     model = Of(lambda self, x: (self.one(x), self.other(x)), one=nn.Linear(4, 2), other=nn.Linear(4, 2))
     event = _first_spoiled(model, lambda: model(_GOOD))
     assert (event.phase, event.module, event.after) == ("backward", "one", True)

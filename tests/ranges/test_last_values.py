@@ -323,7 +323,6 @@ def test_reuse_under_a_loss_scale_has_the_same_results(
 
 
 def test_a_gradient_shared_by_a_block_and_its_last_layer_is_read_once(reads: _Reads) -> None:
-    torch.manual_seed(0)
     block = _block()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
     read: list[tuple[int, int]] = []
@@ -347,7 +346,6 @@ def test_a_gradient_shared_by_a_block_and_its_last_layer_is_read_once(reads: _Re
 
 def test_a_shared_gradient_is_divided_and_counted_once(reads: _Reads) -> None:
     """The scale is not a power of two, so the counts are of divided values and cannot replace a reading."""
-    torch.manual_seed(0)
     block = _block()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
     outputs, divided = 2 * 128 * 256, []
@@ -385,7 +383,6 @@ def test_no_result_is_reused_for_a_gradient_changed_between_two_modules(
 
 def test_a_gradient_changed_in_place_is_counted_with_its_values_at_each_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer's counts are the block's, shifted by exactly 2^-3."""
-    torch.manual_seed(0)
     block = _block()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.0)
     x = torch.randn(2, 128, 256)

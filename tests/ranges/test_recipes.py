@@ -179,7 +179,6 @@ def test_a_module_that_loses_more_than_one_percent_is_kept_wide() -> None:
 
 
 def test_sizes_that_kernels_refuse_are_kept_wide() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(OrderedDict(body=_Net(classes=10), between=nn.Linear(10, 32), head=nn.Linear(32, 10)))
     report = mpinspect.compare_recipes(model, _loss, [_batch()], ["fp8-rowwise"])
     (recipe,) = report.recipes
@@ -550,7 +549,6 @@ def test_text_and_json_have_every_recipe() -> None:
 
 
 def test_the_code_is_python_and_names_modules_of_the_model() -> None:
-    torch.manual_seed(0)
     model = _Net(classes=10)
     report = mpinspect.compare_recipes(model, _loss, [_batch()], list(RECIPES))
     names = {name for name, _ in model.named_modules()}

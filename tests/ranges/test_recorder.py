@@ -306,7 +306,6 @@ def test_an_infinity_in_the_current_step_is_in_the_session() -> None:
 
 
 def test_a_recorder_and_an_inspector_record_the_same() -> None:
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = Recorder(model="Sequential")

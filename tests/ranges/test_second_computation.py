@@ -501,7 +501,6 @@ def test_an_error_that_an_exponential_raises_is_recorded_only_if_the_gradients_a
 
 
 def test_an_error_to_which_layers_add_alike_has_no_origin():
-    torch.manual_seed(0)
     wide = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     narrow = copy.deepcopy(wide).bfloat16()
     wide.load_state_dict(narrow.state_dict())

@@ -295,7 +295,6 @@ def test_a_loss_has_jumped_once_two_in_a_row_are_far_above_all_recent_ones(losse
 
 @pytest.mark.parametrize("is_late", [True, False])
 def test_an_overflow_that_raises_the_loss_and_leaves_it_finite_is_found(is_late):
-    torch.manual_seed(0)
     model = nn.Linear(4, 1).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     with mpinspect.Inspector(model, optimizers=optimizer, second=True, loss_scale=1) as inspector:
@@ -320,7 +319,6 @@ LATER_OVERFLOWS = {
 
 @pytest.mark.parametrize("change", LATER_OVERFLOWS)
 def test_an_overflow_of_a_later_phase_that_leaves_the_loss_finite_is_found(change):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
@@ -339,7 +337,6 @@ def wave():
 
 
 def test_the_layer_whose_derivative_overflows_fp16_is_named():
-    torch.manual_seed(0)
     model = wave()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-9), torch.amp.GradScaler("cpu", init_scale=1.0)
     with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
@@ -388,7 +385,6 @@ def decays(of_input):
 
 @pytest.mark.parametrize("of_input", [False, True])
 def test_decay_factors_of_a_parameter_that_round_to_1_are_named_and_saturated_gates_are_not(of_input):
-    torch.manual_seed(0)
     model = nn.Sequential(decays(of_input), nn.Linear(16, 1))
     inspector = inspected(model, lambda _: model(torch.randn(8, 16)).mean(), 4, lr=0.01, second=True)
     found = {finding.id: finding for finding in inspector.report().findings}
@@ -467,7 +463,6 @@ def test_differences_that_float32_represents_are_not_reported(how, numbers, dtyp
 
 @pytest.mark.parametrize("is_second", [True, False])
 def test_a_logarithm_that_breaks_later_has_the_line_of_its_call_in_the_step_computed_twice(is_second):
-    torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with mpinspect.Inspector(model, optimizers=optimizer, second=is_second) as inspector:
@@ -516,7 +511,6 @@ def test_a_logarithm_of_flushed_results_is_recorded(dtype, flushed):
 
 @pytest.mark.parametrize(("dtype", "infinite"), [(torch.float16, 8), (torch.bfloat16, None), (torch.float32, None)])
 def test_a_teacher_whose_variance_a_cast_made_infinite_is_named(dtype, infinite):
-    torch.manual_seed(0)
     teacher = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
     teacher[0].running_var.fill_(1e6)
     teacher.to(dtype)
@@ -537,7 +531,6 @@ def test_a_teacher_whose_variance_a_cast_made_infinite_is_named(dtype, infinite)
 
 
 def test_a_determinant_that_16_bits_made_negative_names_the_last_operator_in_16_bits():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 24))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     # In half of the steps the determinant is negative.
@@ -559,7 +552,6 @@ def test_a_determinant_that_16_bits_made_negative_names_the_last_operator_in_16_
 
 @pytest.mark.parametrize(("is_used", "severity"), [(False, "info"), (True, "error")])
 def test_an_overflow_outside_of_the_graph_is_an_info_unless_it_spoils_the_gradients(is_used, severity):
-    torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with mpinspect.Inspector(model, second=[0]) as inspector:

@@ -103,7 +103,6 @@ def test_masters_whose_updates_have_not_reached_16_bits_yet_are_not_a_finding():
 
 
 def test_a_line_search_in_bf16_is_told_to_compute_in_fp32():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
     x = torch.linspace(-2, 2, 200)[:, None]
 

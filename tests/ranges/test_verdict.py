@@ -84,7 +84,6 @@ def test_the_verdict_names_the_precision_of_the_run(told, how):
 
 
 def test_masters_and_weights_have_their_own_precision():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     precision = MixedPrecision(model, optimizer, precision="bf16-master")
@@ -162,7 +161,6 @@ def test_the_verdict_of_a_bfloat16_run_states_the_scale_that_float16_would_need(
 
 
 def test_float16_rounds_more_finely_than_bfloat16_from_the_reported_scale():
-    torch.manual_seed(0)
     gradients = torch.randn(4096) * 2.0**-20
     with mpinspect.Recorder() as recorder:
         for step in range(4):
@@ -298,7 +296,6 @@ def test_the_session_file_contains_the_ledger(tmp_path):
 
 
 def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_code():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     shadow = copy.deepcopy(model)

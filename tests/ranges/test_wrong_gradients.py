@@ -56,7 +56,6 @@ def rebuilding(times):
 
 @pytest.mark.parametrize(("times", "severity"), [(1, None), (12, "error")])
 def test_gradients_that_are_mostly_rounding_error_name_the_line_at_which_the_errors_grow(times, severity):
-    torch.manual_seed(0)
     model = rebuilding(times)
     found, _ = inspected(model, lambda step: model(torch.randn(64, 16)).square().mean(), lr=1e-4)
     assert {each: found[each].severity for each in found if each == "gradients-inaccurate"} == (
@@ -163,7 +162,6 @@ def test_gradients_that_the_loop_breaks_after_the_check_are_told_from_an_optimiz
 )
 @pytest.mark.parametrize("widened", [False, True], ids=["in its dtype", "cast to FP32"])
 def test_data_that_16_bits_blur_before_their_centre_is_subtracted_are_reported(values, kept_in, is_found, widened):
-    torch.manual_seed(0)
     exact = values()
     data, mean, std = exact.to(kept_in), float(exact.mean()), float(exact.std()) + 1e-6
     model = nn.Linear(8, 1)
@@ -262,7 +260,6 @@ def test_errors_of_small_gradients_and_zeros_of_the_backward_are_not_reported(re
 
 
 def test_errors_that_grow_in_all_layers_alike_are_information():
-    torch.manual_seed(0)
     layers = [each for _ in range(24) for each in (nn.Linear(32, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(32, 4))
 
@@ -277,7 +274,6 @@ def test_errors_that_grow_in_all_layers_alike_are_information():
 
 
 def test_a_healthy_verdict_says_by_how_much_rounding_put_the_gradients_off():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
 
     def loss(step):
@@ -364,7 +360,6 @@ class Adam8(torch.optim.Optimizer):
 
 @pytest.mark.parametrize(("make", "is_found"), [(Adam8, True), (partial(torch.optim.AdamW, lr=1e-2), False)])
 def test_weights_that_an_8_bit_adam_moves_far_are_reported_though_the_loss_is_finite(make, is_found):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = make(model.parameters())
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -422,7 +417,6 @@ def test_fractions_that_are_written_into_a_tensor_of_integers_are_reported(make,
 
 @pytest.mark.parametrize(("sizes", "is_found"), [((1.0, 1e-5), True), ((1.0, 1e-9), False), ((1.0, 1.0), False)])
 def test_small_gradients_that_an_exchange_in_fp16_flushes_are_reported_unless_they_are_rounding(sizes, is_found):
-    torch.manual_seed(0)
     model = nn.ParameterList([torch.randn(64) for _ in sizes])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     with Inspector(model, optimizers=optimizer, second=(1,)) as inspector:
@@ -443,7 +437,6 @@ def test_small_gradients_that_an_exchange_in_fp16_flushes_are_reported_unless_th
 
 
 def test_gradients_that_cancel_over_a_batch_are_not_reported():
-    torch.manual_seed(0)
     x = torch.randn(256, 16)
     target = x @ torch.randn(16, 1) + 0.1 * torch.randn(256, 1)
     model = nn.Linear(16, 1)

@@ -139,7 +139,6 @@ def test_exact_and_nearly_exact_tensors_are_not_a_fault(tmp_path, made):
 
 
 def test_averages_by_a_running_sum_in_fp32_have_the_error_of_fp64(tmp_path):
-    torch.manual_seed(0)
     series = 500 + torch.randn(100_000)
     with watched(tmp_path) as run:
         total = series.cumsum(0)
@@ -170,7 +169,6 @@ def test_averages_by_a_running_sum_in_fp32_have_the_error_of_fp64(tmp_path):
     ],
 )
 def test_ordinary_preparations_in_fp32_are_not_a_fault(tmp_path, made):
-    torch.manual_seed(0)
     with watched(tmp_path) as run:
         kept = made()
         _trained()

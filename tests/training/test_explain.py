@@ -440,7 +440,6 @@ def test_a_compiled_forward_is_explained_without_a_module():
 
 
 def test_a_loss_scaler_by_itself_names_the_layer_and_ends_the_search():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     scaler = LossScaler("cpu", explainer=ModelExplainer(model), forward_nonfinite="hold")

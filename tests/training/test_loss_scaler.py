@@ -471,7 +471,6 @@ def test_an_overflow_at_the_floor() -> None:
 
 def test_learning_rates_need_no_change() -> None:
     """Gradients are unscaled, so the weights are bit-identical at any scale (a question from the talk)."""
-    torch.manual_seed(0)
     x, y = torch.randn(16, 6), torch.randn(16, 2)
     for make in (
         lambda weights: torch.optim.SGD(weights, lr=0.05, momentum=0.9),

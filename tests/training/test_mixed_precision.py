@@ -249,7 +249,6 @@ class Overflows(nn.Module):
 
 @pytest.mark.parametrize("precision", SCALED)
 def test_the_layer_that_overflows_is_named(precision):
-    torch.manual_seed(0)
     model = Overflows()
     mp = mpinspect.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-6), precision, 2.0**16)
     x = torch.ones(8, 4)
