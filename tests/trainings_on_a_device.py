@@ -208,18 +208,6 @@ def never_waits(name: str, late: int = 0) -> None:
     assert inspector.session().progress.steps - steps in (0, name == "gan")
 
 
-class Text(nn.Module):
-    """An encoder of words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
-        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.words(x)))  # type: ignore[no-any-return]
-
-
 class Recurrent(nn.Module):
     """A cell called at each of three time steps."""
 
@@ -242,7 +230,9 @@ def counted() -> Iterator[tuple[nn.Module, torch.Tensor]]:
     gated = nn.Sequential(nn.Linear(16, 32), nn.GLU(), nn.ReLU(inplace=True), nn.Bilinear(16, 16, 2))
     gated[3].forward = lambda x: nn.functional.bilinear(x, x, gated[3].weight, gated[3].bias)
     given = torch.arange(10).remainder(11).view(2, 5), torch.randn(3, 4, 8), torch.randn(4, 16), torch.randn(4, 16)
-    for model, x in zip((Text(), Recurrent(), grouped, gated), given, strict=True):
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    text = nn.Sequential(nn.Embedding(11, 16), encoder, nn.Linear(16, 11))
+    for model, x in zip((text, Recurrent(), grouped, gated), given, strict=True):
         yield model.to(stand_in_device.NAME), x.to(stand_in_device.NAME)
 
 

@@ -210,15 +210,9 @@ def test_blocks_that_become_nan_are_named() -> None:
 
 
 def test_layers_that_are_not_called_are_named() -> None:
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.out = nn.MultiheadAttention(64, 2, batch_first=True), nn.Linear(64, 32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.attention(x, x, x)[0])  # type: ignore[no-any-return]
-
-    report = mpinspect.compare_recipes(Attending(), _loss, [torch.randn(2, 32, 64)], ["mxfp8"])
+    layers = {"attention": nn.MultiheadAttention(64, 2, batch_first=True), "out": nn.Linear(64, 32)}
+    model = Of(lambda self, x: self.out(self.attention(x, x, x)[0]), **layers)
+    report = mpinspect.compare_recipes(model, _loss, [torch.randn(2, 32, 64)], ["mxfp8"])
     assert report.not_called == ("attention.out_proj",)
     assert "'attention.out_proj'" in str(report)
 
@@ -758,16 +752,9 @@ def test_a_recipe_of_transformer_engine_that_serves_more_is_advised_too() -> Non
 
 
 def test_where_a_recipe_fails_and_where_it_is_undecided_are_two_numbers() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.before, self.spread, self.gate = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.gate(self.spread(self.before(x) * _spread().sizes))  # type: ignore[no-any-return]
-
-    report = mpinspect.compare_recipes(Net(), _loss, [_batch()], ["nvfp4"])
+    layers = {"before": nn.Linear(64, 64), "spread": nn.Linear(64, 64), "gate": nn.Linear(64, 32)}
+    model = Of(lambda self, x: self.gate(self.spread(self.before(x) * _spread().sizes)), **layers)
+    report = mpinspect.compare_recipes(model, _loss, [_batch()], ["nvfp4"])
     assert report.unserved(report.recipes[0]) == ("spread",)
     text = " ".join(str(report).split())
     assert "NVFP4, cc 10.0 fails in 1 of 2 layers, undecided in 1: at worst" in text
@@ -830,15 +817,9 @@ def test_bad_input_is_named() -> None:
 
 
 def test_a_complex_layer_is_named_as_not_judged() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.real, self.complex = nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.complex64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.complex(self.real(x).to(torch.complex64)).abs()  # type: ignore[no-any-return]
-
-    report = mpinspect.compare_recipes(Net(), _loss, [_batch()], ["mxfp8"])
+    layers = {"real": nn.Linear(64, 64), "complex": nn.Linear(64, 64, dtype=torch.complex64)}
+    model = Of(lambda self, x: self.complex(self.real(x).to(torch.complex64)).abs(), **layers)
+    report = mpinspect.compare_recipes(model, _loss, [_batch()], ["mxfp8"])
     assert (list(report.modules), report.not_called) == (["real"], ("complex",))
 
 

@@ -545,8 +545,8 @@ def test_a_determinant_that_16_bits_made_negative_names_the_last_operator_in_16_
             take_step(optimizer, loss.nan_to_num())
     born = next(each for each in inspector.session().measurements if each.what == "second-born")
     first_line = sys._getframe().f_code.co_firstlineno
-    assert (born.figures["is_last"], born.names[1]) == (1, f"test_second_steps.py:{first_line + 12}")
-    assert born.names[5] == f"test_second_steps.py:{first_line + 11}"
+    assert (born.figures["is_last"], born.names[1]) == (1, f"test_second_steps.py:{first_line + 11}")
+    assert born.names[5] == f"test_second_steps.py:{first_line + 10}"
     assert "z.float()" in next(each.code for each in inspector.report().findings if each.id == "input-rounded-away")
 
 

@@ -264,16 +264,13 @@ def test_a_recurrent_weight_without_a_past_is_not_an_alarm():
 
 
 def test_a_loss_multiplied_by_zero_is_information():
-    class TwoHeads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.main, self.later = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+    model = nn.ModuleDict({"body": nn.Linear(8, 8), "main": nn.Linear(8, 4), "later": nn.Linear(8, 4)})
 
     def loss_of(model, x):
-        x = model.body(x).tanh()
-        return model.main(x).square().mean() + 0.0 * model.later(x).square().mean()
+        x = model["body"](x).tanh()
+        return model["main"](x).square().mean() + 0.0 * model["later"](x).square().mean()
 
-    report = train(TwoHeads(), loss_of)
+    report = train(model, loss_of)
     (finding,) = named(report)
     assert (finding.severity, finding.layer) == ("info", "later.weight")
     assert report.verdict.healthy is True

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from agreeing_reports import analyse
+from models import Of
 from together import together
 from torch import nn
 from trainings import take_step
@@ -721,26 +722,14 @@ ACTIVATIONS = [
 ]
 
 
-class Activations(nn.Module):
-    """A branch for each activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleDict(
-            {name: nn.Sequential(nn.Linear(8, 64), getattr(nn, name)(), nn.Linear(64, 5)) for name in ACTIVATIONS}
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([branch(x) for branch in self.branches.values()])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_step_whose_shapes_are_recorded_is_bit_identical_whatever_the_activation(
     dtype, tmp_path, deterministic_torch
 ):
     def training() -> dict[str, torch.Tensor]:
         torch.manual_seed(1)
-        model = Activations()
+        branches = [nn.Sequential(nn.Linear(8, 64), getattr(nn, name)(), nn.Linear(64, 5)) for name in ACTIVATIONS]
+        model = Of(lambda self, x: torch.stack([each(x) for each in self.branches]), branches=nn.ModuleList(branches))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(4):
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -751,5 +740,5 @@ def test_the_step_whose_shapes_are_recorded_is_bit_identical_whatever_the_activa
     alone = training()
     with watched(tmp_path, lint=True) as run:
         together = training()
-    assert run.names == ["Activations"]
+    assert run.names == ["Of"]
     assert [name for name, value in alone.items() if not torch.equal(value, together[name])] == []

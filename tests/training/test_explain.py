@@ -248,21 +248,14 @@ def broken_forward(model: nn.Module, *inputs: torch.Tensor, spoiled: Any = None)
     return found
 
 
-class Multiplied(nn.Module):
-    """Multiplies."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor
+def multiplied(factor: float) -> nn.Module:
+    return Of(lambda self, x: x * self.factor, factor=factor)
 
 
 @pytest.mark.parametrize(("factor", "value"), [(math.nan, "nan"), (math.inf, "inf")])
 def test_a_module_inside_containers(factor, value):
     model = nn.Sequential(
-        nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Sequential(nn.Sigmoid(), Multiplied(factor))), nn.Tanh()
+        nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Sequential(nn.Sigmoid(), multiplied(factor))), nn.Tanh()
     )
     found = broken_forward(model, torch.ones(1, 2))
     assert (found.layer, found.name, found.value) == ("1.1.1", "1.1.1", value)
@@ -346,7 +339,7 @@ def test_a_non_finite_statistic_is_named_but_a_mask_is_not():
 def test_masks_are_passed_over():
     """A module makes a mask of 0 and -inf, which softmax consumes; a later module breaks."""
     mask = Of(lambda self, x: torch.full((4, 4), -math.inf).triu(1))
-    layers = {"mask": mask, "scores": nn.Linear(4, 4), "softmax": nn.Softmax(-1), "times": Multiplied(math.nan)}
+    layers = {"mask": mask, "scores": nn.Linear(4, 4), "softmax": nn.Softmax(-1), "times": multiplied(math.nan)}
     model = Of(lambda self, x: self.times(self.softmax(self.scores(x) + self.mask(x))), **layers)
     found = broken_forward(model, torch.ones(4, 4))
     assert (found.layer, found.value) == ("times", "nan")
@@ -354,7 +347,7 @@ def test_masks_are_passed_over():
 
 def test_a_module_that_is_non_finite_in_good_forwards_is_not_suspected():
     """A module returns a harmless +inf, which is recognised after one forward with a finite loss."""
-    layers = {"inverse": Of(lambda self, x: 1 / torch.zeros(2)), "times": Multiplied(math.nan)}
+    layers = {"inverse": Of(lambda self, x: 1 / torch.zeros(2)), "times": multiplied(math.nan)}
     model = Of(lambda self, x: self.times(torch.minimum(x, self.inverse(x))), **layers)
     explainer = ModelExplainer(model)
     seen = []
