@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,14 +11,21 @@ from torch import nn
 from mpinspect import Inspector
 
 
-def take_step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
-    """Zero the gradients, run the backward and step, through the scaler if there is one."""
+def take_step(
+    optimizer: torch.optim.Optimizer,
+    loss: torch.Tensor,
+    scaler: torch.amp.GradScaler | None = None,
+    before_step: Callable[[], object] = lambda: None,
+) -> None:
+    """Zero the gradients, run the backward, call ``before_step`` and step, through the scaler if there is one."""
     optimizer.zero_grad()
     if scaler is None:
         loss.backward()
+        before_step()
         optimizer.step()
         return
     scaler.scale(loss).backward()
+    before_step()
     scaler.step(optimizer)
     scaler.update()
 
@@ -45,18 +53,20 @@ def inspected(
     lr: float = 0.1,
     optimizer: torch.optim.Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    before_step: Callable[[int], object] = lambda step: None,
     after_step: Callable[[int], object] | None = None,
     **options: Any,
 ) -> Inspector:
     """Train on ``loss_of(step)`` under an inspector that is given the options; the default is SGD.
 
     Args:
+        before_step: called between each backward and its step.
         after_step: called after each step, without gradients.
     """
     optimizer = optimizer or sgd(model, lr)
     with Inspector(model, **{"optimizers": optimizer, **options}) as inspector:
         for step in range(steps):
-            take_step(optimizer, loss_of(step), scaler)
+            take_step(optimizer, loss_of(step), scaler, partial(before_step, step))
             if after_step is not None:
                 with torch.no_grad():
                     after_step(step)

@@ -34,7 +34,6 @@ ENCODINGS = {
     torch.float16: (np.uint16, 10, 5),
     torch.bfloat16: (np.uint16, 7, 8),
 }
-SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 KINDS = ("any", "zeros", "subnormals", "infinities", "nans", "powers of two", "near the top", "narrow", "one outlier")
 
 

@@ -82,7 +82,6 @@ def test_zeros_of_a_relu_do_not_count_as_flushed() -> None:
 
 
 def test_the_gradient_of_a_bias_before_batch_norm_is_rounding_noise() -> None:
-    report = _train(_cnn())
-    noise = {layer.name for layer in report.layers if layer.rounding_noise}
+    noise = {layer.name for layer in _train(_cnn()).layers if layer.rounding_noise}
     assert {"1.bias", "4.bias"} <= noise
     assert not {"1.weight", "4.weight", "9.bias"} & noise

@@ -61,27 +61,17 @@ def test_a_skipped_step_counts_as_a_step() -> None:
     assert (clock.step, clock.skipped_steps) == (3, 1)
 
 
-def test_two_known_optimizers_make_one_step() -> None:
-    clock, generator, discriminator = StepClock(Schedule(1)), Optimizer(), Optimizer()
-    clock.know(generator)
-    clock.know(discriminator)
-    for _ in range(3):
-        for optimizer in (discriminator, generator):
-            _train(clock)
-            _step(clock, optimizer)
-    assert clock.step == 3
-
-
-def test_further_steps_of_a_critic_end_steps() -> None:
+@pytest.mark.parametrize("critic_steps", [1, 3])
+def test_two_known_optimizers_make_one_step_and_further_steps_of_a_critic_end_steps(critic_steps: int) -> None:
     clock, generator, critic = StepClock(Schedule(1)), Optimizer(), Optimizer()
     clock.know(generator)
     clock.know(critic)
-    for _ in range(2):
-        for optimizer in (critic, critic, critic, generator):
+    for _ in range(3):
+        for optimizer in (*[critic] * critic_steps, generator):
             _train(clock)
             _step(clock, optimizer)
     # Each further critic step ends a step; the generator's completes the last.
-    assert clock.step == 6
+    assert clock.step == 3 * critic_steps
 
 
 def test_a_forward_after_a_backward_begins_a_step_without_an_optimizer() -> None:

@@ -688,8 +688,7 @@ def test_a_wrapped_model_has_the_names_of_the_bare_one(wrapping: str, one_rank: 
     bare, options = make(), {"capture": ALL_KINDS, "include": ["module.*"], "exclude": "module.last.bias"}
     expected = Inspector(bare, **options).session()
     wrapped = WRAPPINGS[wrapping](make())
-    inspector = summed(wrapped, torch.ones(2, 4), **options)
-    session = inspector.session()
+    session = summed(wrapped, torch.ones(2, 4), **options).session()
     names = [(info.name, info.kind, info.module, info.module_type) for info in session.watched]
     assert names == [(info.name, info.kind, info.module, info.module_type) for info in expected.watched]
     assert not [note for note in session.notes if "matches no" in note]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import host_kernels
 import pytest
@@ -11,7 +12,7 @@ from models import Of
 from networks import GPT, adamw, tokens
 from together import together
 from torch import nn
-from trainings import take_step
+from trainings import cpu_scaler, inspected, take_step
 
 from mpinspect import Inspector
 from mpinspect.counting import reference
@@ -75,6 +76,18 @@ def _tower(blocks: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*layers))
 
 
+def _read(model: nn.Module, steps: int, before_step: Callable[[int], object], **options: Any) -> Inspector:
+    """Train a tower with few samples."""
+    options = {"lr": 0.0, "optimizers": None, "every": 100, **options}
+    return inspected(
+        model, lambda _: model(torch.randn(4, 8)).square().mean(), steps, before_step=before_step, **options
+    )
+
+
+def _read_and_spared() -> tuple[int, int]:
+    return host_kernels.calls[READ], host_kernels.calls[SPARED]
+
+
 def test_a_large_model_is_read_block_by_block_between_samples() -> None:
     model = _tower(8)
     with Inspector(model, every=100) as inspector:
@@ -90,20 +103,9 @@ def test_a_large_model_is_read_block_by_block_between_samples() -> None:
 
 def test_every_module_is_read_after_an_event() -> None:
     model = _tower(8)
-    spoiled: set[int] = {5, 6, 7}
-    now = 0
-    model[1][3][2].register_forward_hook(lambda module, args, y: y * math.inf if now in spoiled else None)
-
-    def count(step: int, x: torch.Tensor) -> torch.Tensor:
-        nonlocal now
-        now = step
-        return x
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with Inspector(model, every=100) as inspector:
-        for step in range(9):
-            take_step(optimizer, model(count(step, torch.randn(4, 8))).square().mean(), scaler)
+    ended: list[int] = []
+    model[1][3][2].register_forward_hook(lambda module, args, y: y * math.inf if len(ended) in {5, 6, 7} else None)
+    inspector = _read(model, 9, lambda _: None, scaler=cpu_scaler(2.0), after_step=ended.append)
     named = [(event.step, event.module) for event in inspector.session().events]
     assert named == [(5, "1.3"), (6, "1.3.2"), (7, "1.3.2")]
     assert "modules inside it were not observed" in inspector.session().events[0].explanation
@@ -143,17 +145,14 @@ def test_weight_gradients_of_fp16_are_read_when_the_optimizer_steps_between_samp
 
 def test_weight_gradients_of_fp32_are_spared_and_a_broken_one_is_an_event_of_the_next_forward() -> None:
     model = _tower(8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     calls = []
-    with Inspector(model, every=100) as inspector:
-        for step in range(8):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
-            if step == 6:
-                model[1][3][2].weight.grad.view(-1)[0] = math.nan
-            host_kernels.calls.clear()
-            optimizer.step()
-            calls.append((host_kernels.calls[READ], host_kernels.calls[SPARED]))
+
+    def breaks_a_gradient(step: int) -> None:
+        if step == 6:
+            model[1][3][2].weight.grad.view(-1)[0] = math.nan
+        host_kernels.calls.clear()
+
+    inspector = _read(model, 8, breaks_a_gradient, lr=1e-3, after_step=lambda _: calls.append(_read_and_spared()))
     weights = len(list(model.parameters()))
     assert calls[5:7] == [(0, weights), (0, weights)]
     assert calls[7] == (weights, 0)
@@ -163,18 +162,11 @@ def test_weight_gradients_of_fp32_are_spared_and_a_broken_one_is_an_event_of_the
 
 
 def _reads_at_the_optimizer(model: nn.Module) -> dict[str, int]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Inspector(model, every=100):
-        for _ in range(6):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
-            host_kernels.calls.clear()
-            optimizer.step()
+    _read(model, 6, lambda _: host_kernels.calls.clear())
     return dict(host_kernels.calls)
 
 
 def test_weight_gradients_are_read_in_steps_that_do_not_see_the_fp16_inside_a_block() -> None:
-
     def in_fp16() -> nn.Module:
         inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).half()
         return Of(lambda self, x: x + self.inner(x.half()).float(), inner=inner)
@@ -195,22 +187,19 @@ def test_weight_gradients_are_read_if_code_was_compiled(monkeypatch: pytest.Monk
 def test_clipped_weight_gradients_are_read_only_if_their_norm_is_not_finite(public: bool) -> None:
     model = _tower(8)
     parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.0)
     reads = []
-    with Inspector(model, every=100) as inspector:
-        for step in range(8):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
-            if step == 7:
-                model[1][3][2].weight.grad.view(-1)[0] = math.nan
-            host_kernels.calls.clear()
-            if public:
-                norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-                nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
-            else:
-                nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            reads.append((host_kernels.calls[READ], host_kernels.calls[SPARED]))
+
+    def clips(step: int) -> None:
+        if step == 7:
+            model[1][3][2].weight.grad.view(-1)[0] = math.nan
+        host_kernels.calls.clear()
+        if public:
+            norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+            nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+        else:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    inspector = _read(model, 8, clips, after_step=lambda _: reads.append(_read_and_spared()))
     assert reads[5] == reads[6] == (1, len(parameters))
     assert reads[7] == (1 + len(parameters), 0)
     first = inspector.session().events[0]

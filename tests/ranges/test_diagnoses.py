@@ -2009,8 +2009,7 @@ def test_left_over_nans_of_a_loop_without_a_scaler_are_not_said_to_stop_the_step
 
     def finding(*left_over, skipped):
         event = Event(3, 0, "backward", "0", "weight_gradient", "0.weight", "nan", skipped=skipped, forward_finite=True)
-        report = train(mlp(), steps=3)
-        records = replace(report.session, measurements=left_over, events=(event,))
+        records = replace(train(mlp(), steps=3).session, measurements=left_over, events=(event,))
         return named(analyse(records), "gradients-never-zeroed")[0]
 
     broken = left(4, largest=0.0, not_finite=4)

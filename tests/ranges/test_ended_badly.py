@@ -263,8 +263,7 @@ def test_weights_that_broke_with_finite_gradients_are_reported_with_other_infini
 
 
 def test_broken_weights_are_not_reported_again_after_an_event_of_a_step() -> None:
-    inspector = _trained(broken_at=4)
-    told = [(event.phase, event.what) for event in inspector.session().events]
+    told = [(event.phase, event.what) for event in _trained(broken_at=4).session().events]
     assert told == [("forward", "loss"), ("forward", "activation")]
 
 
@@ -441,8 +440,7 @@ def test_a_ctc_loss_of_impossible_labels_is_not_attributed_to_long_targets() -> 
 
 
 def test_a_loss_that_overflows_in_fp16_is_named_in_the_fix() -> None:
-    report = _scaled(_dice).report()
-    fallen = report.findings[0]
+    fallen = _scaled(_dice).report().findings[0]
     assert (fallen.id, fallen.step, fallen.layer) == ("non-finite-event", 3, "")
     assert "the loss function (autograd's Div of Sum of" in fallen.fix
     assert "the model" not in fallen.fix

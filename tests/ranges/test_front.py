@@ -655,8 +655,7 @@ def test_a_switch_leads_to_the_maps_of_each_model_of_two_runs(show: Any) -> None
 
 
 def test_a_culprit_that_was_not_counted_has_the_only_coloured_row(show: Any) -> None:
-    session = broken(module="blocks.1", tensor="blocks.1")
-    page = show(of_run(session))
+    page = show(of_run(broken(module="blocks.1", tensor="blocks.1")))
     rows = page.locator(".explorer tbody tr:not([aria-hidden])")
     names = [row.locator("th").text_content() for row in rows.all()]
     assert names == ["embed", "blocks.0.fc1", "blocks.0.fc2", "blocks.1", "blocks.1.fc1", "blocks.1.fc2", "head"]
@@ -907,8 +906,7 @@ def test_of_zeros_alone_a_sentence_stands_in_place_of_the_curve(show: Any) -> No
     zeros = ExponentHistogram.from_counts([], 0, zeros=5)
     silent = each_tensor(bare, lambda key, each: replace(each, histogram=zeros))
     session = replace(silent, progress=replace(bare.progress, scales=()))
-    page = show(of_run(session))
-    words = page.locator(".explorer figure.steps svg text").all_text_contents()
+    words = show(of_run(session)).locator(".explorer figure.steps svg text").all_text_contents()
     assert "no finite non-zero value was counted" in words
 
 

@@ -72,8 +72,7 @@ def test_a_step_measures_the_same_as_compare_recipes(options):
 
 def test_the_first_second_fourth_and_eighth_sampled_steps_are_added():
     model = net()
-    session = train(model, 11, every=1).session()
-    records = session.precision.operands
+    records = train(model, 11, every=1).session().precision.operands
     assert {record.steps for record in records} == {4}
     assert (
         sum(record.loss.nonzero for record in records if record.key == ("head", "mxfp4", "fprop", "input"))
@@ -129,8 +128,7 @@ def test_the_report_has_a_section_only_where_recipes_were_asked_for():
 
 def test_a_recipe_of_a_later_version_is_left_out():
     record = OperandRecord("fc", "fp3", "fprop", "input", (32, 32))
-    session = Session(precision=Precision(operands=(record,)))
-    assert recipe_report(session) is None
+    assert recipe_report(Session(precision=Precision(operands=(record,)))) is None
 
 
 def test_a_run_judges_a_product_of_a_module_that_is_not_a_linear():

@@ -75,8 +75,7 @@ def test_an_unknown_scale_produces_a_warning_and_no_advice(scale: float | None) 
     recorder = Recorder()
     with pytest.warns(MpinspectWarning, match="loss scale is not known"):
         recorder.observe("x", np.ones(3), loss_scale=scale)
-    session = recorder.session()
-    assert not session.progress.scale_known
+    assert not recorder.session().progress.scale_known
     assert window_of(recorder).histogram == count_exponents(np.ones(3))
     assert recorder.report().loss_scale.recommended is None
 
@@ -173,8 +172,7 @@ def test_a_bad_leaf_does_not_hide_its_siblings() -> None:
 
 
 def steps(recorder: Recorder) -> list[tuple[int, int]]:
-    session = recorder.session()
-    return [(window.first_step, window.last_step) for window in session.windows]
+    return [(window.first_step, window.last_step) for window in recorder.session().windows]
 
 
 def test_a_larger_number_ends_a_step() -> None:

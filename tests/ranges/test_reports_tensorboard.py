@@ -202,8 +202,7 @@ def test_counts_of_a_batch_of_windows_end_with_each_window(tmp_path):
     sink.progress(Progress(skipped_steps=3))
     sink.close()
     for name, values in (("not_finite", [0, 1, 2]), ("skipped", [1, 2, 3])):
-        events = read(tmp_path).Scalars(f"summary/steps_{name}")
-        assert [event.value for event in events][:3] == values
+        assert [event.value for event in read(tmp_path).Scalars(f"summary/steps_{name}")][:3] == values
 
 
 def test_the_text_page_has_the_first_harmful_event_once(tmp_path):

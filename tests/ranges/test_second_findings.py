@@ -413,8 +413,7 @@ def test_a_mean_of_gradients_tells_of_them_unless_it_holds_the_weights_decay(opt
     precision = Precision({"float32": 10}, optimizers=(stepped,))
     weights = BrokenWeights(name="w", step=4, names=("w",), of=1)
     state = BrokenState(name="w", step=4, names=(optimizer, "exp_avg"), text="float32", broken=1, of=4)
-    found = findings(weights, state, precision=precision)
-    assert ("gradients-broken-after-check" in found) == is_told
+    assert ("gradients-broken-after-check" in findings(weights, state, precision=precision)) == is_told
 
 
 def test_a_weight_whose_growth_is_recorded_again_with_the_losss_is_named_once():

@@ -280,5 +280,4 @@ def test_16_bit_weights_whose_masters_have_low_rates_stand_still_if_they_have_gr
             with torch.no_grad():
                 for weight, master in zip(model.parameters(), masters, strict=True):
                     weight.copy_(master)
-    found = named(inspector.report())
-    assert [finding.step for finding in found] == ([6] if factor else [])
+    assert [finding.step for finding in named(inspector.report())] == ([6] if factor else [])

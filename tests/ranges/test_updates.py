@@ -215,8 +215,7 @@ def test_updates_of_half_weights_are_captured_by_default_and_measured(dtype: tor
 
 
 def test_updates_of_fp32_weights_are_not_captured_by_default() -> None:
-    inspector = _train(nn.Linear(4, 1), 0.1)
-    assert not [key for key in inspector.session().totals() if key.kind == "update"]
+    assert not [key for key in _train(nn.Linear(4, 1), 0.1).session().totals() if key.kind == "update"]
 
 
 def test_a_skipped_step_has_no_update() -> None:

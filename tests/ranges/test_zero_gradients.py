@@ -76,8 +76,7 @@ def test_the_module_of_a_saturated_function_is_named():
     model = mlp(nn.Sequential(nn.Sigmoid()))
     with torch.no_grad():
         model[2].bias.fill_(40.0)
-    report = train(model, loss_of)
-    (finding,) = named(report)
+    (finding,) = named(train(model, loss_of))
     assert finding.layer == "3.0"
     assert "results of a sigmoid in '3.0' (Sigmoid) in FP32 were exactly 0 or 1" in finding.message
 

@@ -136,8 +136,7 @@ def test_the_scripts_autocast_is_recorded(tmp_path):
                     loss = model[1](x.float()).square().mean()
             loss.backward()
             optimizer.step()
-    found = run.parts.matmuls
-    by_module = {(one.module, one.role): (one.dtype, one.autocast) for one in found.matmuls}
+    by_module = {(one.module, one.role): (one.dtype, one.autocast) for one in run.parts.matmuls.matmuls}
     assert by_module["0", "forward"] == ("bfloat16", True)
     assert by_module["1", "forward"] == ("float32", False)
 

@@ -24,7 +24,6 @@ from mpinspect.training.precision import PRECISIONS, convert_model
 
 FP16_MASTER = PRECISIONS["fp16-master"]
 MASTER_MODES = [PRECISIONS["fp16-master"], PRECISIONS["bf16-master"]]
-SMALLEST = 2.0**-24
 #: The simple network of the talk.
 N, D_IN, D_OUT = 64, 1024, 512
 

@@ -118,8 +118,7 @@ def test_a_checkpoint_continues_to_the_bit_and_loads_into_other_precisions(preci
     again = made(precision)
     again.load(tmp_path / "checkpoint.pt")
     assert train(again, 3) == expected
-    wide = made("bf16-amp", ())
-    assert "were taken over exactly" in wide.load(tmp_path / "checkpoint.pt")
+    assert "were taken over exactly" in made("bf16-amp", ()).load(tmp_path / "checkpoint.pt")
     assert equal(made(precision).weights(), made("fp32", ()).weights())
 
 
