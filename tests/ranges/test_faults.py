@@ -11,7 +11,7 @@ import torch
 from models import Of
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from trainings import take_step
+from trainings import inspected, take_step
 
 from mpinspect import Inspector, Session
 from mpinspect.counting import fastest
@@ -342,15 +342,13 @@ def test_a_magnitude_that_cannot_be_copied_does_not_stop_the_watch(monkeypatch: 
 
     monkeypatch.setattr(judge, "stacked", failing)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with torch.no_grad():
-        model[0].weight.zero_()
-        model[0].bias.fill_(0.5)
-    with Inspector(model, capture=()) as inspector:
-        for step in range(STEPS):
-            y = model(torch.randn(5, 4)).sum()
-            take_step(optimizer, y * torch.inf if step == STEPS - 1 else y)
-    session = inspector.session()
+    nn.init.zeros_(model[0].weight)
+    nn.init.constant_(model[0].bias, 0.5)
+
+    def loss_of(step: int) -> torch.Tensor:
+        return model(torch.randn(5, 4)).sum() * (torch.inf if step == STEPS - 1 else 1.0)
+
+    session = inspected(model, loss_of, STEPS, lr=0.0, optimizers=None, capture=()).session()
     assert [(event.step, event.phase, event.what) for event in session.events] == [(STEPS - 1, "forward", "loss")]
     assert any("the activation of '0' could not be watched" in note and "planted" in note for note in session.notes)
 

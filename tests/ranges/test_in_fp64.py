@@ -6,7 +6,7 @@ import pytest
 import torch
 from models import Of
 from torch import nn
-from trainings import take_step
+from trainings import cpu_scaler, inspected, take_step
 
 import mpinspect
 from mpinspect.ranges.capture.steps import StepChoice
@@ -266,10 +266,8 @@ def test_the_first_chosen_steps_run_in_fp64_and_those_after_an_infinity():
 def test_a_model_that_takes_a_step_again_after_a_break_is_judged(tmp_path):
     """The scaler skips the steps, so that the weights stay."""
     model = spreads()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=4.0)
-    with mpinspect.Inspector(model, second=True) as inspector:
-        for _ in range(4):
-            take_step(optimizer, squares(model, 1e5 + torch.randn(64, 8, 16)), scaler)
+    options = {"lr": 1e-3, "scaler": cpu_scaler(4.0), "optimizers": None, "second": True}
+    inspector = inspected(model, lambda _: squares(model, 1e5 + torch.randn(64, 8, 16)), 4, **options)
     found = inspector.report().findings[0]
     assert (found.id, found.severity, found.step, found.layer) == ("fp32-too-coarse", "error", 0, "spread")
     assert {"breaks-in-fp32-too"}.isdisjoint(each.id for each in inspector.report().findings)

@@ -403,13 +403,13 @@ def subtracted(difference, numbers, dtype=torch.float32, steps=4):
     """Train on differences of whole numbers, which a script has cast before the loop."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     given = numbers.to(dtype)
-    with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
-        for _ in range(steps):
-            x = difference(given).float().reshape(-1, 1)
-            loss = model(x.clamp(-1, 1)).square().mean()
-            take_step(optimizer, loss)
+
+    def loss_of(_):
+        x = difference(given).float().reshape(-1, 1)
+        return model(x.clamp(-1, 1)).square().mean()
+
+    inspector = inspected(model, loss_of, steps, lr=0.01, second=True)
     return [each for each in inspector.report().findings if each.id == "result-is-rounding-error"]
 
 

@@ -7,7 +7,7 @@ import torch
 from agreeing_reports import analyse, contradictions
 from analysis_sessions import session_of, spread, weight
 from torch import nn
-from trainings import take_step
+from trainings import inspected, take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
@@ -86,13 +86,12 @@ def test_weights_that_may_stay_are_not_a_finding(last, how):
 
 def test_rows_that_no_sample_uses_are_not_a_finding():
     model = nn.Embedding(100_000, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model) as inspector:
-        for _ in range(24):
-            optimizer.zero_grad()
-            # The elements that are compared are in other rows.
-            model(torch.randint(1, 12_000, (16,))).bfloat16().float().square().mean().backward()
-            optimizer.step()
+
+    def loss_of(_):
+        # The elements that are compared are in other rows.
+        return model(torch.randint(1, 12_000, (16,))).bfloat16().float().square().mean()
+
+    inspector = inspected(model, loss_of, 24, optimizers=None)
     assert list(recorded(inspector.session().measurements, Standstill)) == []
 
 

@@ -10,7 +10,7 @@ from models import Of
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
-from trainings import take_step
+from trainings import inspected
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
@@ -22,12 +22,7 @@ ID = "gradients-all-zero"
 def train(
     model: nn.Module, loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor], steps: int = 12, lr: float = 0.01
 ) -> RangeReport:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    with Inspector(model) as inspector:
-        for _ in range(steps):
-            loss = loss_of(model, torch.randn(16, 8))
-            take_step(optimizer, loss)
-    report = inspector.report()
+    report = inspected(model, lambda _: loss_of(model, torch.randn(16, 8)), steps, lr=lr, optimizers=None).report()
     assert contradictions(report) == []
     return report
 
