@@ -30,6 +30,20 @@ def take_step(
     scaler.update()
 
 
+def closure_of(
+    optimizer: torch.optim.Optimizer, loss_of: Callable[[], torch.Tensor], scaler: torch.amp.GradScaler | None = None
+) -> Callable[[], torch.Tensor]:
+    """Return a closure for ``optimizer.step``: it zeroes the gradients, and runs the backward of the loss that it returns."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        return loss
+
+    return closure
+
+
 def plain_inductor() -> AbstractContextManager[Any]:
     """Let Inductor compile in this process, without vectors: the rest would cost more time than a test's few kernels."""
     import torch._inductor.config as inductor

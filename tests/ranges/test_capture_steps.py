@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from trainings import take_step
+from trainings import closure_of, take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.capture.steps import CallChoice, Schedule, StepClock
@@ -210,14 +210,7 @@ def test_only_the_first_calls_of_a_closure_are_observed():
             inspector.attach()
         for _ in range(3):
             x = torch.randn(8, 4)
-
-            def closure(x=x):
-                optimizer.zero_grad()
-                loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(closure_of(optimizer, lambda x=x: (model(x) - x.sum(1, keepdim=True)).square().mean()))
         inspector.detach()
         return model, inspector
 

@@ -25,7 +25,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
-from trainings import cpu_scaler, inspected, sgd, take_step
+from trainings import closure_of, cpu_scaler, inspected, sgd, take_step
 
 import mpinspect
 from mpinspect import Inspector, count_exponents
@@ -408,13 +408,7 @@ def test_updates_by_hand_end_a_step(update: Callable[[torch.Tensor], None]) -> N
 def test_a_step_of_lbfgs_with_several_closure_calls_is_one_step() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (model(torch.ones(4, 2)) - 3).square().mean()
-        loss.backward()
-        return loss
-
+    closure = closure_of(optimizer, lambda: (model(torch.ones(4, 2)) - 3).square().mean())
     with Inspector(model) as inspector:
         optimizer.step(closure)
         optimizer.step(closure)

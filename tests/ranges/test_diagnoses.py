@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from agreeing_reports import analyse, contradictions
 from models import Of
 from torch import nn
-from trainings import cpu_scaler, sgd, take_step
+from trainings import closure_of, cpu_scaler, sgd, take_step
 
 from mpinspect import Inspector, MixedPrecision, Session
 from mpinspect.numeric.formats import as_format
@@ -809,14 +809,7 @@ def test_gradients_of_a_closure_cause_no_finding():
     optimizer = sgd(model)
     with Inspector(model) as inspector:
         for x, y in batches(12):
-
-            def closure(x=x, y=y):
-                optimizer.zero_grad()
-                loss = entropy(model, x, y)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(closure_of(optimizer, lambda x=x, y=y: entropy(model, x, y)))
     assert graver_than_info(inspector.report()) == []
 
 

@@ -7,7 +7,7 @@ import torch
 from agreeing_reports import analyse, contradictions
 from analysis_sessions import session_of, spread, weight
 from torch import nn
-from trainings import inspected, take_step
+from trainings import closure_of, inspected, take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
@@ -108,15 +108,12 @@ def test_a_line_search_in_bf16_is_told_to_compute_in_fp32():
     def fit(dtype):
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=10, line_search_fn="strong_wolfe")
 
-        def closure():
-            optimizer.zero_grad()
+        def loss_of():
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
-                loss = nn.functional.mse_loss(model(x).float(), (3 * x).sin())
-            loss.backward()
-            return loss
+                return nn.functional.mse_loss(model(x).float(), (3 * x).sin())
 
         with Inspector(model) as inspector:
-            losses = [float(optimizer.step(closure).detach()) for _ in range(40)]
+            losses = [float(optimizer.step(closure_of(optimizer, loss_of)).detach()) for _ in range(40)]
         return inspector.report(), losses
 
     report, losses = fit(torch.bfloat16)

@@ -7,7 +7,7 @@ import pytest
 import sessions
 import torch
 from torch import nn
-from trainings import inspected, take_step
+from trainings import closure_of, inspected, take_step
 
 import mpinspect
 from mpinspect import Inspector, MixedPrecision
@@ -129,16 +129,9 @@ def test_no_grad_scaler_is_suggested_for_an_optimizer_with_a_closure():
     def with_closure():
         model, data = nn.Linear(8, 4), torch.randn(16, 8)
         optimizer = torch.optim.LBFGS(model.parameters())
-
-        def closure():
-            optimizer.zero_grad()
-            loss = model(data).square().mean()
-            loss.backward()
-            return loss
-
         with Inspector(model) as inspector:
             for _ in range(4):
-                optimizer.step(closure)
+                optimizer.step(closure_of(optimizer, lambda: model(data).square().mean()))
         return inspector
 
     advice = "To train in 16 bits, try BF16 autocast"

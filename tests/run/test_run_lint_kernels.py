@@ -10,7 +10,7 @@ from models import Of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
-from trainings import take_step
+from trainings import closure_of, take_step
 from watched_training import train, watched
 
 from mpinspect.kernels.profile import read_trace
@@ -178,15 +178,8 @@ def test_products_of_closures_are_not_attributed_to_the_optimizer(tmp_path):
     with watched(tmp_path, lint=True) as run:
         model, x = nn.Sequential(nn.Linear(4, 8)), torch.randn(5, 4)
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss
-
         for _ in range(3):
-            optimizer.step(closure)
+            optimizer.step(closure_of(optimizer, lambda: model(x).square().mean()))
     assert {one.role for one in run.parts.matmuls.matmuls} == {"forward", "wgrad"}
 
 

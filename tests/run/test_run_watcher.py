@@ -14,7 +14,7 @@ from agreeing_reports import analyse
 from models import Of
 from together import together
 from torch import nn
-from trainings import take_step
+from trainings import closure_of, take_step
 from watched_training import train, watched
 
 import mpinspect
@@ -275,15 +275,8 @@ def test_lbfgs_and_its_closure(tmp_path):
     with watched(tmp_path) as run:
         model, x = net(), torch.randn(5, 4)
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss
-
         for _ in range(3):
-            optimizer.step(closure)
+            optimizer.step(closure_of(optimizer, lambda: model(x).square().mean()))
     assert (run.names, run.steps()) == (["Net"], 3)
 
 
