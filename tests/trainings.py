@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpinspect import Inspector
+from mpinspect import Inspector, MixedPrecision
 
 
 def take_step(
@@ -28,6 +28,16 @@ def take_step(
     before_step()
     scaler.step(optimizer)
     scaler.update()
+
+
+def mixed_step(mp: MixedPrecision, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Take a step of mixed precision on the loss, which is computed under its autocast and returned."""
+    mp.zero_grad()
+    with mp.autocast():
+        loss = loss_of()
+    mp.backward(loss)
+    mp.step()
+    return loss
 
 
 def closure_of(

@@ -10,7 +10,7 @@ from typing import Any
 import stand_in_device
 import torch
 from torch import nn
-from trainings import take_step
+from trainings import mixed_step, take_step
 
 from mpinspect import Inspector, MixedPrecision, count_exponents
 from mpinspect.ranges.kinds import KINDS
@@ -70,15 +70,7 @@ def scaled() -> tuple[nn.Module, Step]:
 def masters() -> tuple[nn.Module, Step]:
     model, x = network(), batch()
     mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.01), "bf16-master")
-
-    def step() -> None:
-        mp.zero_grad()
-        with mp.autocast():
-            loss = mp.model(x.bfloat16()).float().square().mean()
-        mp.backward(loss)
-        mp.step()
-
-    return mp.model, step
+    return mp.model, lambda: mixed_step(mp, lambda: mp.model(x.bfloat16()).float().square().mean())
 
 
 def accumulated() -> tuple[nn.Module, Step]:

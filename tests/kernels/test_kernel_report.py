@@ -367,8 +367,7 @@ def test_equal_products_of_several_modules_are_one_loss():
 def test_a_saving_is_never_below_0():
     # Already at the roofline, so there is no saving.
     op = mm(4096, 4094, 4096)
-    report = report_of(kernel(made.DEGRADED, 130, op))
-    (saving,) = report.degraded[0].savings
+    (saving,) = report_of(kernel(made.DEGRADED, 130, op)).degraded[0].savings
     assert saving.saved_us == 0
 
 

@@ -737,6 +737,5 @@ def test_the_overall_rows_pool_each_kind():
 
 
 def test_tensors_that_were_not_announced_are_reported():
-    session = session_of(DEMO)
-    report = analyse(replace(session, watched=()))
+    report = analyse(replace(session_of(DEMO), watched=()))
     assert {layer.name for layer in report.layers} == {key.name for key in DEMO}

@@ -300,8 +300,7 @@ def test_accumulation_counts_increments_not_the_running_sum() -> None:
 
 def test_a_module_used_twice_is_counted_twice_under_its_first_name() -> None:
     layer = nn.Linear(3, 3)
-    model = nn.Sequential(layer, nn.Tanh(), layer)
-    inspector = summed(model, torch.randn(5, 3))
+    inspector = summed(nn.Sequential(layer, nn.Tanh(), layer), torch.randn(5, 3))
     assert gradient(inspector, "0").samples == 2
     assert weight(inspector, "0.weight").samples == 1
     assert TensorKey("2", "activation_gradient") not in totals(inspector)

@@ -71,8 +71,7 @@ def test_a_step_measures_the_same_as_compare_recipes(options):
 
 
 def test_the_first_second_fourth_and_eighth_sampled_steps_are_added():
-    model = net()
-    records = train(model, 11, every=1).session().precision.operands
+    records = train(net(), 11, every=1).session().precision.operands
     assert {record.steps for record in records} == {4}
     assert (
         sum(record.loss.nonzero for record in records if record.key == ("head", "mxfp4", "fprop", "input"))

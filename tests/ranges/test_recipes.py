@@ -442,8 +442,7 @@ def test_an_error_while_experts_are_measured_is_noted_and_the_training_continues
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(OperandLosses, "multiplied", lambda *_: 1 / 0)
-    model = _Experts("loop")
-    notes = " ".join(_run(model, torch.randn(96, 64), _CALLS["plain"]).session().notes)
+    notes = " ".join(_run(_Experts("loop"), torch.randn(96, 64), _CALLS["plain"]).session().notes)
     assert "mpinspect failed in measure (" in notes
     assert "the training is not affected" in notes
 

@@ -150,8 +150,7 @@ def updates(lost):
 def test_all_tensors_with_the_largest_share_of_lost_updates_are_named():
     lost = {"a": 100, "b": 100, "c": 50, "d": 100}
     layers = {weight("w"): FINE} | {TensorKey(name, "update"): updates(share) for name, share in lost.items()}
-    message = found("updates-lost", layers=layers).message
-    assert message.endswith("; 100% in 'a', 'b', 'd'.")
+    assert found("updates-lost", layers=layers).message.endswith("; 100% in 'a', 'b', 'd'.")
 
 
 @pytest.mark.parametrize(

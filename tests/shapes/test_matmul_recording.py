@@ -125,8 +125,7 @@ def test_a_weight_on_the_left_is_a_weight_too():
 
 
 def test_gradients_of_square_products_are_distinguished():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    recording = record_matmuls(model, torch.randn(8, 8))
+    recording = record_matmuls(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 8))
     assert lines(recording, "module", "role") == [
         ("0", "forward"),
         ("1", "forward"),

@@ -9,6 +9,7 @@ import torch
 from equality import equal
 from models import Of
 from torch import nn
+from trainings import mixed_step
 
 from mpinspect import LossScaler, MixedPrecision
 from mpinspect.demo.demo import LEARNING_RATE, stdlib_tokens, word_loss, word_model
@@ -55,11 +56,7 @@ def train(
         before_step(step)
         scales.append(mp.loss_scale)
         x, y = next(data)
-        mp.zero_grad()
-        with mp.autocast():
-            loss = nn.functional.mse_loss(mp.model(x).float(), y) * times
-        mp.backward(loss)
-        mp.step()
+        mixed_step(mp, lambda x=x, y=y: nn.functional.mse_loss(mp.model(x).float(), y) * times)
     return scales
 
 
@@ -77,12 +74,7 @@ def test_the_demos_model_trains_as_in_fp32():
         generator = torch.Generator().manual_seed(0)
         found = []
         for _ in range(52):
-            mp.zero_grad()
-            with mp.autocast():
-                loss = word_loss(mp.model, corpus.batch(generator, 1024))
-            mp.backward(loss)
-            mp.step()
-            found.append(loss.item())
+            found.append(mixed_step(mp, lambda: word_loss(mp.model, corpus.batch(generator, 1024))).item())
         return found, mp
 
     exact, _ = losses("fp32", None)
@@ -203,11 +195,7 @@ def test_layers_that_no_scale_serves_get_the_largest_that_does_not_overflow():
     )
     mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=2.0**-20), "fp16-amp", "auto")
     for _ in range(BLOCK + 5):
-        mp.zero_grad()
-        with mp.autocast():
-            loss = mp.model(torch.ones(1, 1)).sum()
-        mp.backward(loss)
-        mp.step()
+        mixed_step(mp, lambda: mp.model(torch.ones(1, 1)).sum())
     lowest, highest = mp.scaler.window
     # 2^8 * 2^7 is the last power of two below 65520. One power is reserved, since only the exponents of peaks are known.
     assert lowest == highest == mp.loss_scale == 2.0**6

@@ -11,6 +11,7 @@ import torch
 from models import Of, Times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trainings import mixed_step
 
 from mpinspect import LossScaler, MixedPrecision
 from mpinspect.training import LossScaleWarning
@@ -408,11 +409,7 @@ def test_a_cause_found_at_once_is_warned_about_once():
 
     def three_steps() -> None:
         for _ in range(3):
-            mp.zero_grad()
-            with mp.autocast():
-                loss = model(torch.ones(1, 2)).float().square().sum()
-            mp.backward(loss)
-            mp.step()
+            mixed_step(mp, lambda: model(torch.ones(1, 2)).float().square().sum())
 
     with pytest.warns(LossScaleWarning, match="'bias' itself is not finite") as caught:
         three_steps()

@@ -9,6 +9,7 @@ import torchao_here
 from agreeing_reports import analyse
 from equality import equal
 from torch import nn
+from trainings import mixed_step
 
 import mpinspect
 from mpinspect import Inspector, MixedPrecision
@@ -44,15 +45,7 @@ def made(precision: str, keep_wide=("head",), model: nn.Module | None = None, **
 
 def train(mp: MixedPrecision, steps: int) -> list[float]:
     x, y = batch()
-    losses = []
-    for _ in range(steps):
-        mp.zero_grad()
-        with mp.autocast():
-            loss = nn.functional.cross_entropy(mp.model(x), y)
-        mp.backward(loss)
-        mp.step()
-        losses.append(loss.item())
-    return losses
+    return [mixed_step(mp, lambda: nn.functional.cross_entropy(mp.model(x), y)).item() for _ in range(steps)]
 
 
 @pytest.fixture
