@@ -20,7 +20,6 @@ _TELLS = re.compile(
     r"(?:[Mm]ultiply the loss by|Take a loss scale of|begin a GradScaler at|GradScaler\(init_scale=)\s*"
     r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![\d.]*\*\*)"
 )
-_ABOUT_FLUSHING = ("gradients-flushed", "gradients-already-flushed", "scale-window-empty")
 
 
 def analyse(session: Session, format: FloatFormat = FLOAT16) -> RangeReport:

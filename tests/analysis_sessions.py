@@ -53,10 +53,7 @@ def through_fp16(histogram: ExponentHistogram, log2_scale: int = 0) -> ExponentH
     ups = ExponentHistogram.from_counts([rounded_up], smallest, powers_of_two=[rounded_up])
     visible = merge((kept, ups))
     return ExponentHistogram.from_counts(
-        visible.counts,
-        visible.min_exponent,
-        powers_of_two=visible.powers_of_two,
-        zeros=visible.zeros - rounded_up,
+        visible.counts, visible.min_exponent, powers_of_two=visible.powers_of_two, zeros=visible.zeros - rounded_up
     )
 
 

@@ -1,13 +1,16 @@
 """Shared fixtures and hooks: the --update-golden switch, a deterministic torch, and GPU tests skipped with a reason."""
 
 import gc
+import itertools
 import os
+import shutil
 import signal
 import sys
 import tempfile
 import tracemalloc
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,6 +121,14 @@ def _imports_are_hidden_too(_nothing_passes_from_file_to_file: None) -> None:
 _hidden: dict[str, int] = {}
 
 
+@pytest.fixture(autouse=True)
+def _torch_is_seeded() -> None:
+    """Seed torch with 0, so that a test computes the same alone, in its file, and in any order."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """``golden(name, text)`` asserts that the text equals tests/golden/``name``; --update-golden rewrites the file."""
@@ -165,6 +176,57 @@ def deterministic_torch() -> Iterator[int]:
     yield 0
     torch.use_deterministic_algorithms(before)
     torch.set_rng_state(state)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'mpinspect[browser]'")
+    program = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip("needs Chromium, which is not installed")
+    options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=program, args=options)
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """``show(report)`` opens a report's page, or a file, without a network; no page may print or request anything.
+
+    ``awaited`` selects an element that the page is waited for; the other options are those of a browser's context.
+    """
+    troubles: list[str] = []
+    numbers = itertools.count()
+
+    def opened(
+        report: Any, address: str = "", *, awaited: str = ".explorer tbody tr[data-name]", **options: Any
+    ) -> Any:
+        path = report if isinstance(report, Path) else report.save(tmp_path / f"{next(numbers)}.html")
+        page = browser.new_context(offline=True, **{"viewport": {"width": 1440, "height": 900}, **options}).new_page()
+        page.on("console", lambda message: troubles.append(message.text))
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", lambda request: troubles.extend([] if request.url.startswith("file:") else [request.url]))
+        page.goto(f"file://{path}{address}")
+        if awaited:
+            page.wait_for_selector(awaited)
+        return page
+
+    yield opened
+    assert troubles == []
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    """The source of axe-core, which checks the accessibility of a page."""
+    from node_places import NODE_PLACES
+
+    found = next((path for place in NODE_PLACES if (path := place / "axe-core" / "axe.min.js").is_file()), None)
+    if found is None:
+        pytest.skip("needs axe-core: make .venv/.js")
+    return found.read_text("utf-8")
 
 
 @pytest.fixture

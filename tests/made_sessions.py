@@ -51,14 +51,7 @@ tensor_windows = st.builds(
 )
 keys = st.builds(TensorKey, names, st.sampled_from(kinds.KINDS))
 tensors = st.dictionaries(keys, tensor_windows, max_size=4)
-windows = st.builds(
-    Window,
-    st.integers(0, 10**9),
-    st.integers(0, 10**9),
-    st.integers(0, 10**6),
-    tensors,
-    peak_maps,
-)
+windows = st.builds(Window, st.integers(0, 10**9), st.integers(0, 10**9), st.integers(0, 10**6), tensors, peak_maps)
 tensor_infos = st.builds(
     TensorInfo,
     names,

@@ -17,6 +17,32 @@ class Subject:
     loss: Callable[[nn.Module, Any], torch.Tensor]
 
 
+class Of(nn.Module):
+    """A module with children by name whose forward is a function of itself and the inputs."""
+
+    def __init__(self, forward: Callable[..., Any], **children: Any) -> None:
+        super().__init__()
+        self.run = forward
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self, *args, **kwargs)
+
+
+class Times(torch.autograd.Function):
+    """Multiplies x by one factor, and its gradient by another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float, in_backward: float) -> torch.Tensor:
+        ctx.in_backward = in_backward
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return gradient * ctx.in_backward, None, None
+
+
 class ResidualBlock(nn.Module):
     """Adds a branch to its input, so that the sum belongs to no submodule."""
 

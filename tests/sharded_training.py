@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import Times
 from torch import nn
 
 from mpinspect import Inspector, LossScaler, MixedPrecision, count_exponents
@@ -32,24 +33,13 @@ class LacksFSDP2(Exception):
     """The case needs FSDP2, which is unavailable (``NO_FSDP2``)."""
 
 
-class _Planted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        ctx.factor = backward
-        return x * forward
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
-        return gradient * ctx.factor, None, None
-
-
 class Plant(nn.Module):
     """Multiplies by ``factors``: one for the forward and one for the backward, each 1 or infinity."""
 
     factors = (1.0, 1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Planted.apply(x, *self.factors)  # type: ignore[no-any-return]
+        return Times.apply(x, *self.factors)  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

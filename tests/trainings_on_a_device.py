@@ -10,7 +10,7 @@ from typing import Any
 import stand_in_device
 import torch
 from torch import nn
-from trainings import take_step
+from trainings import mixed_step, take_step
 
 from mpinspect import Inspector, MixedPrecision, count_exponents
 from mpinspect.ranges.kinds import KINDS
@@ -70,15 +70,7 @@ def scaled() -> tuple[nn.Module, Step]:
 def masters() -> tuple[nn.Module, Step]:
     model, x = network(), batch()
     mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.01), "bf16-master")
-
-    def step() -> None:
-        mp.zero_grad()
-        with mp.autocast():
-            loss = mp.model(x.bfloat16()).float().square().mean()
-        mp.backward(loss)
-        mp.step()
-
-    return mp.model, step
+    return mp.model, lambda: mixed_step(mp, lambda: mp.model(x.bfloat16()).float().square().mean())
 
 
 def accumulated() -> tuple[nn.Module, Step]:
@@ -208,18 +200,6 @@ def never_waits(name: str, late: int = 0) -> None:
     assert inspector.session().progress.steps - steps in (0, name == "gan")
 
 
-class Text(nn.Module):
-    """An encoder of words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.head = nn.Embedding(11, 16), nn.Linear(16, 11)
-        self.encoder = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.words(x)))  # type: ignore[no-any-return]
-
-
 class Recurrent(nn.Module):
     """A cell called at each of three time steps."""
 
@@ -242,7 +222,9 @@ def counted() -> Iterator[tuple[nn.Module, torch.Tensor]]:
     gated = nn.Sequential(nn.Linear(16, 32), nn.GLU(), nn.ReLU(inplace=True), nn.Bilinear(16, 16, 2))
     gated[3].forward = lambda x: nn.functional.bilinear(x, x, gated[3].weight, gated[3].bias)
     given = torch.arange(10).remainder(11).view(2, 5), torch.randn(3, 4, 8), torch.randn(4, 16), torch.randn(4, 16)
-    for model, x in zip((Text(), Recurrent(), grouped, gated), given, strict=True):
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    text = nn.Sequential(nn.Embedding(11, 16), encoder, nn.Linear(16, 11))
+    for model, x in zip((text, Recurrent(), grouped, gated), given, strict=True):
         yield model.to(stand_in_device.NAME), x.to(stand_in_device.NAME)
 
 

@@ -76,10 +76,7 @@ def _environment(row: Row) -> str:
     made_for = f"{row}\n{(ROOT / 'pyproject.toml').read_text()}"
     if stamp.exists() and stamp.read_text() == made_for:
         return python
-    print(
-        f"installing {row.torch} and what the tests need into {folder.name} (this takes a few minutes)",
-        flush=True,
-    )
+    print(f"installing {row.torch} and what the tests need into {folder.name} (this takes a few minutes)", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([_interpreter(row), "-m", "venv", folder], env=_environ(row), check=True)
     install = [python, "-m", "pip", "install", "--no-compile", "--quiet", "--no-input", "--disable-pip-version-check"]

@@ -34,8 +34,7 @@ class Watched:
 
     def gradients(self, number: int = 0) -> set[str]:
         """Return the names of the parameters whose gradients were counted."""
-        session = self.parts.models[number].session
-        keys = {key for window in session.windows for key in window.tensors}
+        keys = {key for window in self.parts.models[number].session.windows for key in window.tensors}
         return {key.name for key in keys if key.kind == "weight_gradient"}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from rounding_oracle import exponent_counts, fates
+from together import together
 
 from mpinspect.counting import count, count_exponents
 from mpinspect.counting.arrays import count_values
@@ -509,20 +510,12 @@ def test_dividing_a_sparse_tensor_keeps_its_implicit_zeros() -> None:
 def test_counting_from_several_threads_at_once() -> None:
     tensors = [messy(150_000 + 1000 * i, kind) for i, kind in enumerate(KINDS[:4])] + [messy(1 << 20, "half zeros")]
     expected = [count(tensor) for tensor in tensors]
-    wrong: list[int] = []
 
-    def work(offset: int) -> None:
-        for i in range(2 * len(tensors)):
-            which = (i + offset) % len(tensors)
-            if not torch.equal(count(tensors[which]), expected[which]):
-                wrong.append(which)
+    def wrong(offset: int) -> list[int]:
+        chosen = [(i + offset) % len(tensors) for i in range(2 * len(tensors))]
+        return [which for which in chosen if not torch.equal(count(tensors[which]), expected[which])]
 
-    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert together(4, wrong) == [[]] * 4
 
 
 def test_counting_leaves_the_number_of_threads_unchanged() -> None:
@@ -530,8 +523,7 @@ def test_counting_leaves_the_number_of_threads_unchanged() -> None:
     torch.set_num_threads(2)
     try:
         seen = []
-        expected = count(torch.ones(5))
-        assert expected[MIN_BITS] == np.float64(1).view(np.int64)
+        assert count(torch.ones(5))[MIN_BITS] == np.float64(1).view(np.int64)
         count(torch.randn((1 << 20) + 1))
         assert torch.get_num_threads() == 2
         new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))

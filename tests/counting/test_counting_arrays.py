@@ -106,10 +106,7 @@ def test_flushing_denormals_changes_no_count() -> None:
 
 
 @settings(max_examples=200)
-@given(
-    hnp.arrays(np.float32, hnp.array_shapes(max_dims=4, max_side=4), elements=st.floats(width=32)),
-    st.data(),
-)
+@given(hnp.arrays(np.float32, hnp.array_shapes(max_dims=4, max_side=4), elements=st.floats(width=32)), st.data())
 def test_views_of_any_strides(array: np.ndarray, data: st.DataObject) -> None:
     view = array.transpose(data.draw(st.permutations(range(array.ndim))))
     view = view[tuple(slice(None, None, data.draw(st.sampled_from([1, 2, -1, -2]))) for _ in range(view.ndim))]

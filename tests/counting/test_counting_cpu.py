@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 import warm
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from together import together
 from trainings import inspected
 
 import mpinspect
@@ -34,7 +34,6 @@ ENCODINGS = {
     torch.float16: (np.uint16, 10, 5),
     torch.bfloat16: (np.uint16, 7, 8),
 }
-SIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 KINDS = ("any", "zeros", "subnormals", "infinities", "nans", "powers of two", "near the top", "narrow", "one outlier")
 
 
@@ -85,8 +84,7 @@ def expect_the_same(tensor: torch.Tensor) -> None:
 
 
 PARTS = st.lists(
-    st.tuples(st.sampled_from(KINDS), st.one_of(st.integers(0, 600), st.sampled_from([4095, 4096, 4097]))),
-    max_size=5,
+    st.tuples(st.sampled_from(KINDS), st.one_of(st.integers(0, 600), st.sampled_from([4095, 4096, 4097]))), max_size=5
 )
 
 
@@ -244,17 +242,11 @@ def test_counting_leaves_the_tensor_unchanged() -> None:
 def test_from_several_threads_at_once() -> None:
     tensors = [torch.randn(counter._TEAM_FROM + 1000 * seed) for seed in range(4)]
     truths = [reference.count(tensor) for tensor in tensors]
-    wrong: list[int] = []
 
-    def work(index: int) -> None:
-        wrong.extend(index for _ in range(3) if not torch.equal(fastest.count(tensors[index]), truths[index]))
+    def is_right(index: int) -> bool:
+        return all(torch.equal(fastest.count(tensors[index]), truths[index]) for _ in range(3))
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert all(together(4, is_right))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -545,8 +537,7 @@ def test_a_changed_source_file_changes_the_names_of_the_loops(tmp_path: Path) ->
 
 
 def test_count_exponents_uses_the_compiled_loops() -> None:
-    values = torch.randn(5000)
-    assert count_exponents(values).total == 5000
+    assert count_exponents(torch.randn(5000)).total == 5000
     assert "mpinspect.counting.cpu.counter" in sys.modules
 
 

@@ -25,10 +25,7 @@ with (DATA / "kernel_truth.tsv").open(encoding="utf-8", newline="") as file:
     FROM_SOURCE = list(csv.DictReader(file, delimiter="\t"))
 
 #: The verdicts that a truth allows; "unknown" is never wrong.
-ALLOWED = {
-    "product": ("native", "degraded", "unknown"),
-    "none": ("other", "helper", "off", "unknown"),
-}
+ALLOWED = {"product": ("native", "degraded", "unknown"), "none": ("other", "helper", "off", "unknown")}
 
 #: The permitted verdicts for each label of the corpus. A kernel that uses Tensor Cores may still be degraded.
 VERDICTS_OF_LABEL = {

@@ -23,44 +23,47 @@ LARGE = mm(4096, 4096, 4096)
 LARGE_FLOPS = 2 * 4096**3
 
 
-def verdicts(report):
+def report_of(*kernels, **options):
+    """Return the report of one trace."""
+    return analyse_kernels([trace(*kernels, **options)])
+
+
+def rows_of(*kernels, **options):
+    return report_of(*kernels, **options).kernels
+
+
+def verdicts_of(report):
     return [row.verdict for row in report.kernels]
+
+
+def verdicts(*kernels, **options):
+    return verdicts_of(report_of(*kernels, **options))
 
 
 # -- shares ---------------------------------------------------------------------------------------------------------
 
 
 def test_each_share_has_its_own_denominator():
-    report = analyse_kernels(
-        [
-            trace(
-                kernel(made.NATIVE, 30, mm(64, 64, 64)),
-                kernel(made.DEGRADED, 10, mm(64, 62, 64)),
-                kernel(made.SGEMM, 20),
-                kernel(made.TRITON, 20),
-                kernel(made.SPLIT_K, 5),
-                kernel(made.ADD_BF16, 15),
-                kernel(made.NCCL, 100),
-            )
-        ]
+    report = report_of(
+        kernel(made.NATIVE, 30, mm(64, 64, 64)),
+        kernel(made.DEGRADED, 10, mm(64, 62, 64)),
+        kernel(made.SGEMM, 20),
+        kernel(made.TRITON, 20),
+        kernel(made.SPLIT_K, 5),
+        kernel(made.ADD_BF16, 15),
+        kernel(made.NCCL, 100),
     )
     assert report.tensor_core_fraction == 40 / 80
     assert report.tensor_core_fraction_of_all == 40 / 200
     assert report.tensor_core_fraction_of_compute == 40 / 100
-    assert report.verdict_time_us == {
-        "native": 30,
-        "degraded": 10,
-        "off": 20,
-        "unknown": 20,
-        "helper": 5,
-        "other": 115,
-    }
+    times = {"native": 30, "degraded": 10, "off": 20, "unknown": 20, "helper": 5, "other": 115}
+    assert report.verdict_time_us == times
     assert report.shares.communication_time_us == 100
     assert report.attributed_fraction == 40 / 200
 
 
 def test_without_products_the_share_of_products_is_unknown_and_not_0():
-    report = analyse_kernels([trace(kernel(made.ADD, 5))])
+    report = report_of(kernel(made.ADD, 5))
     assert report.tensor_core_fraction is None
     assert report.tensor_core_fraction_of_all == 0
     assert report.phrase == ""
@@ -76,18 +79,8 @@ def test_empty_traces_have_a_report(traces):
 
 
 _NAMES = (
-    made.NATIVE,
-    made.DEGRADED,
-    made.SGEMM,
-    made.TF32,
-    made.TRITON,
-    made.SPLIT_K,
-    made.LAYOUT,
-    made.ADD,
-    made.NCCL,
-    "gemv2T_kernel_val<int, float>",
-    "",
-    "\x1b[31m|x|",
+    *(made.NATIVE, made.DEGRADED, made.SGEMM, made.TF32, made.TRITON, made.SPLIT_K, made.LAYOUT, made.ADD, made.NCCL),
+    *("gemv2T_kernel_val<int, float>", "", "\x1b[31m|x|"),
 )
 _ops = st.none() | st.builds(mm, *[st.integers(0, 4096)] * 3, st.sampled_from(["float", "c10::BFloat16", "odd"]))
 _kernels = st.builds(
@@ -178,42 +171,31 @@ def test_a_product_is_derived_from_its_operator():
     ],
 )
 def test_an_odd_operator_loses_its_flops_but_not_the_report(op):
-    report = analyse_kernels([trace(kernel(made.NATIVE, 10, op))])
+    report = report_of(kernel(made.NATIVE, 10, op))
     assert report.kernels[0].flops is None
     assert report.kernels[0].verdict == "native"
 
 
-def test_flops_go_to_the_product_of_a_call_and_not_to_its_helpers():
-    rows = analyse_kernels(
-        [trace(kernel(made.NATIVE, 200, LARGE, call=1), kernel(made.SPLIT_K, 5, LARGE, call=1))]
-    ).kernels
-    assert [row.flops for row in rows] == [LARGE_FLOPS, None]
-    assert rows[0].tflops == pytest.approx(LARGE_FLOPS / 200e-6 / 1e12)
+def large(name, time, call=1, op=LARGE):
+    return kernel(name, time, op, call=call)
 
 
-def test_each_of_two_equal_calls_has_its_own_flops():
-    rows = analyse_kernels([trace(kernel(made.NATIVE, 200, LARGE), kernel(made.NATIVE, 200, LARGE))]).kernels
-    assert [row.flops for row in rows] == [LARGE_FLOPS, LARGE_FLOPS]
-
-
-def test_equal_kernels_of_one_call_share_its_flops_by_time():
-    rows = analyse_kernels(
-        [trace(kernel(made.NATIVE, 150, LARGE, call=1), kernel(made.NATIVE, 50, LARGE, call=1))]
-    ).kernels
-    assert [row.flops for row in rows] == [LARGE_FLOPS * 3 / 4, LARGE_FLOPS / 4]
-
-
-def test_unlike_kernels_of_one_call_have_unknown_flops():
-    rows = analyse_kernels(
-        [trace(kernel(made.NATIVE, 150, LARGE, call=1), kernel(made.SGEMM, 50, LARGE, call=1))]
-    ).kernels
-    assert [row.flops for row in rows] == [None, None]
-
-
-def test_without_numbers_of_calls_a_shared_operators_flops_are_unknown():
-    again = mm(4096, 4096, 4096)
-    rows = analyse_kernels([trace(*(kernel(made.NATIVE, 200, op, call=None) for op in (LARGE, LARGE, again)))]).kernels
-    assert [row.flops for row in rows] == [None, None, LARGE_FLOPS]
+@pytest.mark.parametrize(
+    ("kernels", "shares"),
+    [
+        ([large(made.NATIVE, 200), large(made.SPLIT_K, 5)], [1, None]),
+        ([kernel(made.NATIVE, 200, LARGE), kernel(made.NATIVE, 200, LARGE)], [1, 1]),
+        ([large(made.NATIVE, 150), large(made.NATIVE, 50)], [3 / 4, 1 / 4]),
+        ([large(made.NATIVE, 150), large(made.SGEMM, 50)], [None, None]),
+        ([large(made.NATIVE, 200, None, op) for op in (LARGE, LARGE, mm(4096, 4096, 4096))], [None, None, 1]),
+    ],
+    ids=["a helper", "two calls", "equal kernels", "unlike kernels", "no numbers of calls"],
+)
+def test_the_flops_of_a_call_are_shared_by_its_products_in_proportion_to_their_time(kernels, shares):
+    rows = rows_of(*kernels)
+    assert [row.flops for row in rows] == [None if share is None else share * LARGE_FLOPS for share in shares]
+    for row, share in zip(rows, shares, strict=True):
+        assert share is None or row.tflops == pytest.approx(share * LARGE_FLOPS / row.time_us / 1e6)
 
 
 def convolution_backward():
@@ -226,7 +208,7 @@ def convolution_backward():
 def test_the_gradients_of_a_convolution_are_distinguished_by_kernel_name():
     op = convolution_backward()
     names = (made.DGRAD, made.WGRAD, made.TF32)
-    rows = analyse_kernels([trace(*(kernel(name, 100, op, call=1) for name in names), device=made.A100)]).kernels
+    rows = rows_of(*(kernel(name, 100, op, call=1) for name in names), device=made.A100)
     assert [row.matmul.role if row.matmul else None for row in rows] == ["dgrad", "wgrad", None]
     assert rows[0].flops == rows[1].flops == 2 * 8 * 16 * 16 * 64 * 32 * 9
     assert rows[2].flops is None
@@ -236,7 +218,7 @@ def test_the_gradients_of_a_convolution_are_distinguished_by_kernel_name():
 
 
 def test_above_the_cuda_cores_peak_an_unknown_kernel_ran_on_tensor_cores():
-    report = analyse_kernels([trace(kernel(made.TRITON, 300, LARGE))])
+    report = report_of(kernel(made.TRITON, 300, LARGE))
     (row,) = report.kernels
     assert (row.verdict, row.basis) == ("native", "rate")
     assert "458 TFLOP/s" in row.reason
@@ -246,12 +228,12 @@ def test_above_the_cuda_cores_peak_an_unknown_kernel_ran_on_tensor_cores():
 def test_a_rate_just_above_the_peak_is_not_proof():
     # 133.8 TFLOP/s is the peak of an H100's CUDA cores in 16 bits; a card's clock can be above the data sheet's.
     at_peak_us = LARGE_FLOPS / 133.8e6
-    rows = analyse_kernels([trace(kernel(made.TRITON, at_peak_us / 1.15, LARGE))]).kernels
+    rows = rows_of(kernel(made.TRITON, at_peak_us / 1.15, LARGE))
     assert rows[0].verdict == "unknown"
 
 
 def test_a_rate_that_contradicts_the_name_is_reported():
-    report = analyse_kernels([trace(kernel(made.HGEMM, 200, mm(4096, 4096, 4096, "c10::Half")))])
+    report = report_of(kernel(made.HGEMM, 200, mm(4096, 4096, 4096, "c10::Half")))
     (row,) = report.kernels
     assert (row.verdict, row.named.verdict, row.basis) == ("native", "off", "rate")
     assert "though its name says otherwise" in row.reason
@@ -259,7 +241,7 @@ def test_a_rate_that_contradicts_the_name_is_reported():
 
 
 def test_flops_beyond_the_tensor_cores_peak_are_not_attributed():
-    rows = analyse_kernels([trace(kernel(made.TRITON, 50, LARGE), kernel(made.NATIVE, 50, LARGE))]).kernels
+    rows = rows_of(kernel(made.TRITON, 50, LARGE), kernel(made.NATIVE, 50, LARGE))
     assert [row.flops for row in rows] == [None, None]
     assert [row.verdict for row in rows] == ["unknown", "native"]
 
@@ -272,18 +254,17 @@ def test_a_winograd_convolution_may_exceed_the_peak():
     flops = 2 * 32 * 56 * 56 * 256 * 256 * 9
     # Twice the FP32 peak of an A100's CUDA cores.
     time = flops / 39e6
-    rows = analyse_kernels(
-        [trace(kernel("void cudnn::winograd_nonfused::x<float>()", time, op), device=made.A100)]
-    ).kernels
+    rows = rows_of(kernel("void cudnn::winograd_nonfused::x<float>()", time, op), device=made.A100)
     assert rows[0].flops == flops
     assert rows[0].verdict == "off"
 
 
+LIKE, SLOW = [kernel(made.NATIVE, 250, LARGE) for _ in range(3)], "nvjet_tst_128x128_64x4_1x2_h_bz_NNT"
+
+
 def test_far_under_its_like_a_native_kernel_is_degraded():
-    like = [kernel(made.NATIVE, 250, LARGE) for _ in range(3)]
-    slow = kernel("nvjet_tst_128x128_64x4_1x2_h_bz_NNT", 1100, LARGE)
-    report = analyse_kernels([trace(*like, slow)])
-    assert verdicts(report) == ["native"] * 3 + ["degraded"]
+    report = report_of(*LIKE, kernel(SLOW, 1100, LARGE))
+    assert verdicts_of(report) == ["native"] * 3 + ["degraded"]
     row = report.kernels[-1]
     assert row.basis == "rate"
     assert "similar products in this trace reach 550" in row.reason
@@ -294,31 +275,29 @@ def test_far_under_its_like_a_native_kernel_is_degraded():
 
 
 def test_a_rate_within_a_factor_of_4_is_not_degraded():
-    like = [kernel(made.NATIVE, 250, LARGE) for _ in range(3)]
-    slow = kernel("nvjet_tst_128x128_64x4_1x2_h_bz_NNT", 950, LARGE)
-    assert verdicts(analyse_kernels([trace(*like, slow)])) == ["native"] * 4
+    assert verdicts(*LIKE, kernel(SLOW, 950, LARGE)) == ["native"] * 4
 
 
 def test_one_slow_run_of_many_equal_ones_is_not_degraded():
     runs = [kernel(made.NATIVE, 250, LARGE) for _ in range(4)] + [kernel(made.NATIVE, 9000, LARGE)]
-    assert verdicts(analyse_kernels([trace(*runs)])) == ["native"] * 5
+    assert verdicts(*runs) == ["native"] * 5
 
 
 def test_far_under_the_roofline_a_large_product_is_degraded_without_siblings():
     slow, fast = 13 * LARGE_FLOPS / 989.4e6, 11 * LARGE_FLOPS / 989.4e6
-    assert verdicts(analyse_kernels([trace(kernel(made.NATIVE, slow, LARGE))])) == ["degraded"]
-    assert verdicts(analyse_kernels([trace(kernel(made.NATIVE, fast, LARGE))])) == ["native"]
+    assert verdicts(kernel(made.NATIVE, slow, LARGE)) == ["degraded"]
+    assert verdicts(kernel(made.NATIVE, fast, LARGE)) == ["native"]
 
 
 def test_small_and_memory_bound_products_are_not_judged_by_rate():
     small, thin = mm(64, 64, 64), mm(1 << 22, 8, 8)
-    report = analyse_kernels([trace(kernel(made.NATIVE, 19, small), kernel(made.NATIVE, 5000, thin))])
-    assert verdicts(report) == ["native", "native"]
+    report = report_of(kernel(made.NATIVE, 19, small), kernel(made.NATIVE, 5000, thin))
+    assert verdicts_of(report) == ["native", "native"]
 
 
 def test_a_smaller_tile_or_an_older_generation_alone_is_not_evidence():
     wmma = "cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_32x32_128x2_tn_align8"
-    assert verdicts(analyse_kernels([trace(kernel(wmma, 6, mm(128, 512, 512)))])) == ["native"]
+    assert verdicts(kernel(wmma, 6, mm(128, 512, 512))) == ["native"]
 
 
 # -- losses ---------------------------------------------------------------------------------------------------------
@@ -326,7 +305,7 @@ def test_a_smaller_tile_or_an_older_generation_alone_is_not_evidence():
 
 def test_fp32_on_an_a100_is_eligible_with_its_roofline():
     op = mm(4096, 4096, 4096, "float")
-    report = analyse_kernels([trace(kernel(made.SGEMM, 8000, op, module="head"), device=made.A100)])
+    report = report_of(kernel(made.SGEMM, 8000, op, module="head"), device=made.A100)
     (loss,) = report.eligible
     assert (loss.dtype, loss.module, loss.m, loss.calls) == ("float32", "head", 4096, 1)
     assert loss.cause_id == "tf32-off-cuBLAS"
@@ -338,23 +317,17 @@ def test_fp32_on_an_a100_is_eligible_with_its_roofline():
 
 
 def test_fp32_next_to_tf32_means_tf32_was_allowed_but_not_chosen():
-    report = analyse_kernels(
-        [
-            trace(
-                kernel(made.TF32, 100, mm(512, 512, 512, "float")),
-                kernel(made.SGEMM, 100, mm(512, 511, 512, "float")),
-                device=made.A100,
-            )
-        ]
+    report = report_of(
+        kernel(made.TF32, 100, mm(512, 512, 512, "float")),
+        kernel(made.SGEMM, 100, mm(512, 511, 512, "float")),
+        device=made.A100,
     )
     (loss,) = report.eligible
     assert loss.cause_id == "tf32-not-chosen-cuBLAS"
 
 
 def test_fp32_on_volta_can_only_go_to_fp16():
-    report = analyse_kernels(
-        [trace(kernel("volta_sgemm_128x64_nn", 100, mm(512, 512, 512, "float")), device=made.V100)]
-    )
+    report = report_of(kernel("volta_sgemm_128x64_nn", 100, mm(512, 512, 512, "float")), device=made.V100)
     (loss,) = report.eligible
     assert [saving.way for saving in loss.savings] == ["FP16"]
     assert loss.cause_id == "fp32"
@@ -362,7 +335,7 @@ def test_fp32_on_volta_can_only_go_to_fp16():
 
 def test_fp16_on_cuda_cores_is_joined_with_the_shape_rule():
     op = mm(512, 511, 512, "c10::Half")
-    report = analyse_kernels([trace(kernel(made.HGEMM, 100, op), device=made.A100)])
+    report = report_of(kernel(made.HGEMM, 100, op), device=made.A100)
     (loss,) = report.eligible
     assert "output's rows are 1,022 bytes apart" in loss.cause
 
@@ -378,15 +351,15 @@ def test_fp16_on_cuda_cores_is_joined_with_the_shape_rule():
     ],
 )
 def test_products_that_are_not_eligible(name, op, device):
-    report = analyse_kernels([trace(kernel(name, 100, op), device=device)])
-    assert verdicts(report) == ["off"]
+    report = report_of(kernel(name, 100, op), device=device)
+    assert verdicts_of(report) == ["off"]
     assert report.losses == ()
 
 
 def test_equal_products_of_several_modules_are_one_loss():
     op = mm(512, 512, 512, "float")
     runs = [kernel(made.SGEMM, time, op, module=f"layer.{time}") for time in (5, 20, 10)]
-    (loss,) = analyse_kernels([trace(*runs, device=made.A100)]).losses
+    (loss,) = report_of(*runs, device=made.A100).losses
     assert loss.modules == ("layer.20", "layer.10", "layer.5")
     assert (loss.calls, loss.time_us, loss.fraction) == (3, 35, 1)
 
@@ -394,8 +367,7 @@ def test_equal_products_of_several_modules_are_one_loss():
 def test_a_saving_is_never_below_0():
     # Already at the roofline, so there is no saving.
     op = mm(4096, 4094, 4096)
-    report = analyse_kernels([trace(kernel(made.DEGRADED, 130, op))])
-    (saving,) = report.degraded[0].savings
+    (saving,) = report_of(kernel(made.DEGRADED, 130, op)).degraded[0].savings
     assert saving.saved_us == 0
 
 
@@ -427,7 +399,7 @@ def test_math_limited_memory_limited_and_the_bound():
         kernel(made.NCCL, 200),
         kernel(made.ADD, 100, phase="optimizer"),
     )
-    limits = analyse_kernels([trace(*runs, device=made.A100, idle_us=500)]).limits
+    limits = report_of(*runs, device=made.A100, idle_us=500).limits
     assert (limits.math_limited_us, limits.memory_limited_us, limits.communication_us) == (8000, 1800, 200)
     assert limits.idle_us == 500
     least = LARGE_FLOPS / 312e6
@@ -440,18 +412,18 @@ def test_math_limited_memory_limited_and_the_bound():
 
 
 def test_native_tf32_can_still_go_to_16_bits():
-    limits = analyse_kernels([trace(kernel(made.TF32, 100, mm(512, 512, 512, "float")), device=made.A100)]).limits
+    limits = report_of(kernel(made.TF32, 100, mm(512, 512, 512, "float")), device=made.A100).limits
     assert limits.saved_at_most_us["native TF32 products in 16 bits"] == pytest.approx(50)
 
 
 def test_native_16_bit_products_have_no_gain():
-    limits = analyse_kernels([trace(kernel(made.NATIVE, 100, LARGE))]).limits
+    limits = report_of(kernel(made.NATIVE, 100, LARGE)).limits
     assert limits.speedup_at_most == 1
 
 
 @pytest.mark.parametrize("device", [made.GP100, made.MI300X, made.NAMELESS])
 def test_without_known_tensor_cores_there_is_no_bound(device):
-    limits = analyse_kernels([trace(kernel(made.SGEMM, 100), device=device)]).limits
+    limits = report_of(kernel(made.SGEMM, 100), device=device).limits
     assert (limits.speedup_at_most, limits.kernel_speedup_at_most) == (None, None)
 
 
@@ -475,8 +447,7 @@ def test_the_named_gpu_overrides_the_traces():
         ([made.V884] * 12, made.V100, "884 kernels: 12 of 12 GEMMs"),
         (["volta_sgemm_128x64_nn"] * 2, made.V100, "884 kernels: 0 of 2 GEMMs"),
         (
-            [made.V884, "volta_scudnn_128x64_relu_small_nn_v1"],
-            made.V100,
+            *([made.V884, "volta_scudnn_128x64_relu_small_nn_v1"], made.V100),
             "884 kernels: 1 of 1 GEMMs, 0 of 1 convolutions",
         ),
         ([made.NATIVE, made.SGEMM], made.A100, "Tensor Core kernels (16816): 1 of 2 GEMMs"),
@@ -486,7 +457,7 @@ def test_the_named_gpu_overrides_the_traces():
     ],
 )
 def test_phrase(names, device, phrase):
-    assert analyse_kernels([trace(*(kernel(name) for name in names), device=device)]).phrase == phrase
+    assert report_of(*(kernel(name) for name in names), device=device).phrase == phrase
 
 
 # -- ranks ----------------------------------------------------------------------------------------------------------
@@ -543,41 +514,36 @@ def test_the_time_of_a_run_has_its_two_largest_units(seconds, words):
     assert time_taken(seconds) == words
 
 
+FP32, UNKNOWN = "other FP32 kernels in 16 bits", "other kernels of unknown dtype, were they FP32"
+
+
 @pytest.mark.parametrize(
-    ("name", "op", "cause"),
+    ("cause", "name", "op"),
     [
-        (made.ADD, None, "other FP32 kernels in 16 bits"),
-        (made.ADD_BF16, None, None),
-        ("triton_poi_fused_add_cos_sin_0", None, "other kernels of unknown dtype, were they FP32"),
-        ("triton_poi_fused_add_cos_sin_0", mm(1, 1, 1, "float"), "other FP32 kernels in 16 bits"),
-        ("triton_poi_fused_add_cos_sin_0", mm(1, 1, 1, "long int"), None),
+        (FP32, made.ADD, None),
+        (None, made.ADD_BF16, None),
+        (UNKNOWN, "triton_poi_fused_add_cos_sin_0", None),
+        (FP32, "triton_poi_fused_add_cos_sin_0", mm(1, 1, 1, "float")),
+        (None, "triton_poi_fused_add_cos_sin_0", mm(1, 1, 1, "long int")),
         (
+            None,
             "void reduce_kernel<512, 1, ReduceOp<bool, func_wrapper_t<bool, and_kernel>, unsigned int, bool, 4> >",
             None,
-            None,
         ),
+        (FP32, "void reduce_kernel<512, 1, ReduceOp<float, func_wrapper_t<bool, or_>, int, bool, 4> >", None),
+        (None, "void vectorized_elementwise_kernel<4, FillFunctor<long>, at::detail::Array<char*, 1> >(int)", None),
         (
-            "void reduce_kernel<512, 1, ReduceOp<float, func_wrapper_t<bool, or_>, int, bool, 4> >",
             None,
-            "other FP32 kernels in 16 bits",
-        ),
-        ("void vectorized_elementwise_kernel<4, FillFunctor<long>, at::detail::Array<char*, 1> >(int)", None, None),
-        (
             "void vectorized_elementwise_kernel<4, FillFunctor<unsigned char>, at::detail::Array<char*, 1> >(int)",
             None,
-            None,
         ),
-        ("void vectorized_elementwise_kernel<4, CUDAFunctorOnSelf_add<int>, Array<char*, 2> >(int)", None, None),
+        (None, "void vectorized_elementwise_kernel<4, CUDAFunctorOnSelf_add<int>, Array<char*, 2> >(int)", None),
         # An index type and a flag are not evidence of the values' dtype.
-        (
-            "void indexing_kernel<OpaqueType<4>, long, (bool)1>(int)",
-            None,
-            "other kernels of unknown dtype, were they FP32",
-        ),
+        (UNKNOWN, "void indexing_kernel<OpaqueType<4>, long, (bool)1>(int)", None),
     ],
 )
-def test_the_saving_of_16_bits_is_listed_by_dtype(name, op, cause):
-    saved = analyse_kernels([trace(kernel(name, 10, op))]).limits.saved_at_most_us
+def test_the_saving_of_16_bits_is_listed_by_dtype(cause, name, op):
+    saved = report_of(kernel(name, 10, op)).limits.saved_at_most_us
     assert {key: time for key, time in saved.items() if time} == ({cause: 5} if cause else {})
 
 
@@ -585,7 +551,7 @@ def test_sizes_that_no_tensor_has_cost_the_flops_and_not_the_report():
     huge = 10**200
     op = TraceOp("aten::mm", ((huge, huge), (huge, huge)), None, ("float", "float"), ("", ""))
     wide = TraceOp("aten::mm", ((2**60, 2**60), (2**60, 2**60)), None, ("float", "float"), ("", ""))
-    report = analyse_kernels([trace(kernel(made.SGEMM, 10, op), kernel(made.NATIVE, 10, wide))])
+    report = report_of(kernel(made.SGEMM, 10, op), kernel(made.NATIVE, 10, wide))
     assert [(row.matmul, row.flops, row.tflops) for row in report.kernels] == [(None, None, None)] * 2
     assert "10000000000" not in report.to_json()
     assert str(report)
@@ -596,7 +562,7 @@ def test_garbage_collection_settings_are_unchanged(enabled):
     before = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        analyse_kernels([trace(kernel(made.NATIVE, 10, LARGE))])
+        report_of(kernel(made.NATIVE, 10, LARGE))
         assert gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
@@ -614,29 +580,22 @@ ATTENTION = TraceOp("aten::_flash_attention_forward")
 @pytest.mark.parametrize("name", ["acme_kernel", "attn_fwd", "acme_reduce_rows", "acme_copy"])
 def test_a_product_without_a_product_by_name_is_unknown(name, op):
     """The only kernel of a product computes that product, whatever its name."""
-    (row,) = analyse_kernels([trace(kernel(name, 50, op))]).kernels
+    (row,) = rows_of(kernel(name, 50, op))
     assert (row.verdict, row.op) == ("unknown", op.name)
 
 
 def test_only_the_longest_kernel_of_such_a_call_is_unknown():
     runs = [("acme_copy", 5), ("acme_reduce_rows", 50), (made.ADD, 90), (made.NCCL, 99)]
-    rows = analyse_kernels([trace(*(kernel(name, time, ATTENTION, call=1) for name, time in runs))]).kernels
+    rows = rows_of(*(kernel(name, time, ATTENTION, call=1) for name, time in runs))
     assert [row.verdict for row in rows] == ["other", "unknown", "other", "other"]
     assert rows[1].basis == "operator"
     assert "aten::_flash_attention_forward" in rows[1].reason
 
 
 def test_an_unfamiliar_kernel_next_to_a_known_product_is_a_helper_unless_it_is_longer():
-    rows = analyse_kernels(
-        [
-            trace(
-                *(
-                    kernel(name, time, LARGE, call=1)
-                    for name, time in [(made.NATIVE, 200), ("acme", 20), ("acme_2", 300)]
-                )
-            )
-        ]
-    ).kernels
+    rows = rows_of(
+        *(kernel(name, time, LARGE, call=1) for name, time in [(made.NATIVE, 200), ("acme", 20), ("acme_2", 300)])
+    )
     assert [(row.verdict, row.basis) for row in rows] == [
         ("native", "name"),
         ("helper", "operator"),
@@ -646,20 +605,15 @@ def test_an_unfamiliar_kernel_next_to_a_known_product_is_a_helper_unless_it_is_l
 
 @pytest.mark.parametrize("op", ["aten::add_", "aten::native_layer_norm", "aten::upsample_linear1d", "_C::rms_norm"])
 def test_an_unfamiliar_kernel_of_another_operator_is_not_a_product(op):
-    (row,) = analyse_kernels([trace(kernel("acme", 50, TraceOp(op)))]).kernels
+    (row,) = rows_of(kernel("acme", 50, TraceOp(op)))
     assert (row.verdict, row.basis) == ("other", "operator")
 
 
 def test_an_operator_that_encloses_a_product_is_not_judged_by_its_own_kernels():
     """aten::_convolution only adds the bias around cudnn_convolution, and an empty product only fills its result."""
-    rows = analyse_kernels(
-        [
-            trace(
-                kernel("acme_copy", 50, TraceOp("aten::_convolution"), encloses=True),
-                kernel("acme_fill", 5, mm(8, 8, 0)),
-            )
-        ]
-    ).kernels
+    rows = rows_of(
+        kernel("acme_copy", 50, TraceOp("aten::_convolution"), encloses=True), kernel("acme_fill", 5, mm(8, 8, 0))
+    )
     assert [row.verdict for row in rows] == ["other", "other"]
 
 
@@ -669,7 +623,7 @@ def test_each_size_of_product_is_compared_with_the_median_of_similar_sizes():
     # Between 300 and 390 TFLOP/s on an H100.
     times = [2 * m * n * k / (3e8 + 3e7 * (place % 4)) for place, (m, n, k) in enumerate(sizes)]
     runs = (kernel(made.NATIVE, times[place % 4000], products[place % 4000]) for place in range(20_000))
-    rows = analyse_kernels([trace(*runs)]).kernels
+    rows = rows_of(*runs)
     rates = SiblingRates(rows)
     found = {row.flops: rates.of(row) for row in rows}
     flops = rows[0].flops

@@ -157,10 +157,7 @@ def test_the_size_to_pad_is_the_row_stride():
     )
 
 
-@pytest.mark.parametrize(
-    ("runs", "words"),
-    [(1, "1 run was faster than"), (2, "2 runs were faster than")],
-)
+@pytest.mark.parametrize(("runs", "words"), [(1, "1 run was faster than"), (2, "2 runs were faster than")])
 def test_a_name_that_its_rate_contradicts(runs, words):
     found = findings(trace(*[kernel(made.HGEMM, 200, mm(4096, 4096, 4096, "c10::Half")) for _ in range(runs)]))
     assert set(found) == {"rate-contradicts-name"}

@@ -119,8 +119,7 @@ def test_a_report_in_every_form(name, reports, tmp_path, monkeypatch):
     monkeypatch.setattr(plot_style, "DPI", 30)
     report = reports[name]
     for suffix in (".txt", ".md", ".html", ".json", ".png"):
-        path = report.save(tmp_path / "new" / f"report{suffix}")
-        assert path.stat().st_size > 200
+        assert report.save(tmp_path / "new" / f"report{suffix}").stat().st_size > 200
     assert (tmp_path / "new" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert report._repr_html_().startswith("<style>")
 

@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -30,12 +32,24 @@ class Made:
         self._id = 0
 
     def op(
-        self, name: str, start: float, end: float, *, tid: int = MAIN, pid: int = 1, cat: str = "cpu_op", **args: Any
-    ):
+        self,
+        name: str,
+        start: float,
+        end: float,
+        *,
+        tid: int = MAIN,
+        pid: int = 1,
+        cat: str = "cpu_op",
+        launches: Mapping[str, float] = MappingProxyType({}),
+        **args: Any,
+    ) -> None:
+        """Add an operator, and the kernels that it launches at the given times."""
         self._id += 1
         named = {key.replace("_", " "): value for key, value in args.items()}
         event = {"ph": "X", "cat": cat, "name": name, "pid": pid, "tid": tid, "ts": start, "dur": end - start}
         self.events.append({**event, "args": {"External id": self._id, **named}})
+        for kernel, launched in launches.items():
+            self.kernel(kernel, launched, tid=tid, pid=pid)
 
     def range(self, name: str, start: float, end: float, *, tid: int = MAIN, pid: int = 1) -> None:
         self.op(name, start, end, tid=tid, pid=pid, cat="user_annotation")
@@ -81,6 +95,10 @@ def by_name(trace: KernelTrace) -> dict[str, Kernel]:
     return {kernel.name: kernel for kernel in trace.kernels}
 
 
+def each_has(kernels: dict[str, Kernel], field: str) -> dict[str, Any]:
+    return {name: getattr(kernel, field) for name, kernel in kernels.items()}
+
+
 # -- own profiles -----------------------------------------------------------------------------------------------------------
 
 
@@ -89,55 +107,30 @@ def test_the_innermost_range_names_the_module(made, tmp_path):
     made.range("mpinspect::module::encoder", 10, 50)
     made.range("mpinspect::module::encoder.linear", 20, 30)
     made.op("aten::linear", 21, 29)
-    made.op("aten::addmm", 22, 28)
-    made.kernel("inner", 25)
-    made.op("aten::relu", 40, 45)
-    made.kernel("middle", 42)
-    made.op("aten::add", 60, 70)
-    made.kernel("outer", 65)
-    made.op("aten::sum", 110, 120)
-    made.kernel("outside", 115)
+    made.op("aten::addmm", 22, 28, launches={"inner": 25})
+    made.op("aten::relu", 40, 45, launches={"middle": 42})
+    made.op("aten::add", 60, 70, launches={"outer": 65})
+    made.op("aten::sum", 110, 120, launches={"outside": 115})
     kernels = by_name(made.read(tmp_path))
-    assert {name: kernel.module for name, kernel in kernels.items()} == {
-        "inner": "encoder.linear",
-        "middle": "encoder",
-        "outer": "",
-        "outside": "",
-    }
+    modules = {"inner": "encoder.linear", "middle": "encoder", "outer": "", "outside": ""}
+    assert each_has(kernels, "module") == modules
     # The model's own path is ""; the flag distinguishes it from a missing path.
-    assert {name: kernel.module_is_path for name, kernel in kernels.items()} == {
-        "inner": True,
-        "middle": True,
-        "outer": True,
-        "outside": False,
-    }
+    assert each_has(kernels, "module_is_path") == {"inner": True, "middle": True, "outer": True, "outside": False}
     assert all(kernel.phase == "forward" for kernel in kernels.values())
     assert kernels["inner"].matmul_op.name == "aten::addmm"
 
 
 def test_a_call_around_another_product_encloses_it(made, tmp_path):
     made.op("aten::_convolution", 0, 100)
-    made.op("aten::cudnn_convolution", 10, 40)
-    made.kernel("product", 20)
-    made.op("aten::add_", 50, 60)
-    made.kernel("bias", 55)
-    made.op("vllm::moe_forward", 110, 150)
-    made.kernel("direct", 115)
-    made.op("_moe_C::topk_softmax", 120, 130)
-    made.kernel("nested", 125)
+    made.op("aten::cudnn_convolution", 10, 40, launches={"product": 20})
+    made.op("aten::add_", 50, 60, launches={"bias": 55})
+    made.op("vllm::moe_forward", 110, 150, launches={"direct": 115})
+    made.op("_moe_C::topk_softmax", 120, 130, launches={"nested": 125})
     made.op("vllm::attention", 160, 190)
-    made.op("aten::copy_", 165, 170)
-    made.kernel("copy", 167)
+    made.op("aten::copy_", 165, 170, launches={"copy": 167})
     made.kernel("alone", 180)
-    found = {name: kernel.encloses for name, kernel in by_name(made.read(tmp_path)).items()}
-    assert found == {
-        "product": False,
-        "bias": True,
-        "direct": True,
-        "nested": False,
-        "copy": False,
-        "alone": False,
-    }
+    found = each_has(by_name(made.read(tmp_path)), "encloses")
+    assert found == {"product": False, "bias": True, "direct": True, "nested": False, "copy": False, "alone": False}
 
 
 def backward_node(made: Made, name: str, start: float, sequence: int, *, thread: int = 1, tid: int = ENGINE) -> None:
@@ -158,17 +151,11 @@ def test_a_backward_kernel_has_the_module_of_its_forward(made, tmp_path):
     made.op("aten::addmm", 26, 38, Sequence_number=8, Fwd_thread_id=0)
     for start, node, sequence in ((100, "AddmmBackward0", 8), (120, "TBackward0", 7), (140, "ReluBackward0", 6)):
         backward_node(made, node, start, sequence)
-        made.op("aten::mm", start + 2, start + 8, tid=ENGINE)
-        made.kernel(node, start + 4, tid=ENGINE)
-    made.op("torch::autograd::AccumulateGrad", 160, 170, tid=ENGINE)
-    made.kernel("accumulate", 165, tid=ENGINE)
+        made.op("aten::mm", start + 2, start + 8, tid=ENGINE, launches={node: start + 4})
+    made.op("torch::autograd::AccumulateGrad", 160, 170, tid=ENGINE, launches={"accumulate": 165})
     kernels = by_name(made.read(tmp_path))
-    assert {name: kernel.module for name, kernel in kernels.items()} == {
-        "AddmmBackward0": "second",
-        "TBackward0": "second",
-        "ReluBackward0": "first",
-        "accumulate": "",
-    }
+    modules = {"AddmmBackward0": "second", "TBackward0": "second", "ReluBackward0": "first", "accumulate": ""}
+    assert each_has(kernels, "module") == modules
     assert kernels["AddmmBackward0"].phase == "backward"
     assert kernels["AddmmBackward0"].op.name == "aten::mm"
 
@@ -185,10 +172,8 @@ def test_a_forward_outside_all_modules_has_a_backward_without_module(made, tmp_p
 def test_without_sequence_numbers_the_backwards_range_gives_the_module(made, tmp_path):
     made.range("mpinspect::backward::decoder", 90, 200, tid=ENGINE)
     made.range("mpinspect::backward::decoder.out", 95, 150, tid=ENGINE)
-    made.op("autograd::engine::evaluate_function: AddmmBackward0", 100, 110, tid=ENGINE)
-    made.kernel("inner", 105, tid=ENGINE)
-    made.op("autograd::engine::evaluate_function: MulBackward0", 160, 170, tid=ENGINE)
-    made.kernel("outer", 165, tid=ENGINE)
+    made.op("autograd::engine::evaluate_function: AddmmBackward0", 100, 110, tid=ENGINE, launches={"inner": 105})
+    made.op("autograd::engine::evaluate_function: MulBackward0", 160, 170, tid=ENGINE, launches={"outer": 165})
     kernels = by_name(made.read(tmp_path))
     assert (kernels["inner"].module, kernels["outer"].module) == ("decoder.out", "decoder")
     assert kernels["inner"].module_is_path
@@ -198,8 +183,7 @@ def test_without_sequence_numbers_arrows_give_the_module(made, tmp_path):
     made.range("mpinspect::module::layer", 0, 50)
     made.op("aten::addmm", 10, 20)
     made.op("autograd::engine::evaluate_function: AddmmBackward0", 100, 110, tid=ENGINE)
-    made.op("AddmmBackward0", 101, 109, tid=ENGINE)
-    made.kernel("dgrad", 105, tid=ENGINE)
+    made.op("AddmmBackward0", 101, 109, tid=ENGINE, launches={"dgrad": 105})
     arrow = {"cat": "fwdbwd", "name": "fwdbwd", "id": 4, "pid": 1}
     made.events.append({**arrow, "ph": "s", "tid": MAIN, "ts": 10})
     made.events.append({**arrow, "ph": "f", "tid": ENGINE, "ts": 101, "bp": "e"})
@@ -213,23 +197,12 @@ def test_two_threads_with_the_same_numbers(made, tmp_path):
         made.op("aten::addmm", 10, 20, tid=tid, Sequence_number=5, Fwd_thread_id=0)
     made.op("aten::relu", 30, 40, tid=MAIN, Sequence_number=6, Fwd_thread_id=0)
     made.op("aten::tanh", 30, 40, tid=11, Sequence_number=9, Fwd_thread_id=0)
-    for start, node, sequence, thread in (
-        (100, "ReluBackward0", 6, 1),
-        (120, "TanhBackward0", 9, 2),
-        (140, "left", 5, 1),
-        (160, "right", 5, 2),
-        (180, "unknown", 5, 3),
-    ):
+    known = ((100, "ReluBackward0", 6, 1), (120, "TanhBackward0", 9, 2), (140, "left", 5, 1), (160, "right", 5, 2))
+    for start, node, sequence, thread in (*known, (180, "unknown", 5, 3)):
         backward_node(made, node, start, sequence, thread=thread)
         made.kernel(node, start + 5, tid=ENGINE)
-    modules = {name: kernel.module for name, kernel in by_name(made.read(tmp_path)).items()}
-    assert modules == {
-        "ReluBackward0": "left",
-        "TanhBackward0": "right",
-        "left": "left",
-        "right": "right",
-        "unknown": "",
-    }
+    modules = {"ReluBackward0": "left", "TanhBackward0": "right", "left": "left", "right": "right", "unknown": ""}
+    assert each_has(by_name(made.read(tmp_path)), "module") == modules
 
 
 def test_recomputation_in_the_backward_belongs_to_its_own_module(made, tmp_path):
@@ -237,8 +210,7 @@ def test_recomputation_in_the_backward_belongs_to_its_own_module(made, tmp_path)
     made.op("CheckpointFunction", 1, 19, Sequence_number=2, Fwd_thread_id=0)
     backward_node(made, "CheckpointFunctionBackward", 100, 2)
     made.range("mpinspect::module::block.linear", 102, 106, tid=ENGINE)
-    made.op("aten::addmm", 103, 105, tid=ENGINE)
-    made.kernel("again", 104, tid=ENGINE)
+    made.op("aten::addmm", 103, 105, tid=ENGINE, launches={"again": 104})
     made.kernel("own", 107, tid=ENGINE)
     kernels = by_name(made.read(tmp_path))
     assert (kernels["again"].module, kernels["own"].module) == ("block.linear", "block")
@@ -283,17 +255,13 @@ def test_nodes_of_real_traces_find_the_operator_they_are_named_after(name):
 def test_phases_and_steps(made, tmp_path):
     made.range("ProfilerStep#41", 0, 100)
     made.range("ProfilerStep#42", 100, 200)
-    made.op("aten::add", 10, 20)
-    made.kernel("forward", 15)
+    made.op("aten::add", 10, 20, launches={"forward": 15})
     made.range("Optimizer.step#AdamW.step", 110, 150)
-    made.op("aten::_foreach_add_", 120, 130)
-    made.kernel("optimizer", 125)
-    made.op("aten::sum", 210, 220)
-    made.kernel("after", 215)
+    made.op("aten::_foreach_add_", 120, 130, launches={"optimizer": 125})
+    made.op("aten::sum", 210, 220, launches={"after": 215})
     made.kernel("bare", 230)
     # The autograd engine's thread has no ProfilerStep ranges.
-    made.op("autograd::engine::evaluate_function: AddBackward0", 160, 170, tid=ENGINE)
-    made.kernel("backward", 165, tid=ENGINE)
+    made.op("autograd::engine::evaluate_function: AddBackward0", 160, 170, tid=ENGINE, launches={"backward": 165})
     kernels = by_name(made.read(tmp_path))
     assert {name: (kernel.phase, kernel.step) for name, kernel in kernels.items()} == {
         "forward": ("forward", 41),
@@ -324,24 +292,16 @@ def test_names_of_categories_and_types_of_numbers_drift(made, tmp_path):
         event["cat"] = "Kernel" if event["cat"] == "kernel" else event["cat"]
         event["ts"], event["dur"] = str(event["ts"]), str(event["dur"])
     kernels = by_name(made.read(tmp_path))
-    assert {name: (kernel.op.name, kernel.step, kernel.time_us) for name, kernel in kernels.items()} == {
-        "driver": ("aten::mm", 3, 2.0),
-        "old": ("aten::mm", 3, 2.0),
-    }
+    found = {name: (kernel.op.name, kernel.step, kernel.time_us) for name, kernel in kernels.items()}
+    assert found == dict.fromkeys(("driver", "old"), ("aten::mm", 3, 2.0))
     assert kernels["old"].op.shapes == ((2, 3), (3, 4))
     assert kernels["old"].op.strides is None
 
 
 def test_arguments_other_than_tensors(made, tmp_path):
-    made.op(
-        "aten::cat",
-        0,
-        10,
-        Input_Dims=[[[2, 3], [4, 3]], [], [5]],
-        Input_Strides=[[[3, 1], [3, 1]], [], [1]],
-        Input_type=["TensorList", "Scalar", "float"],
-        Concrete_Inputs=["", "0", None],
-    )
+    sizes = {"Input_Dims": [[[2, 3], [4, 3]], [], [5]], "Input_Strides": [[[3, 1], [3, 1]], [], [1]]}
+    kinds = {"Input_type": ["TensorList", "Scalar", "float"], "Concrete_Inputs": ["", "0", None]}
+    made.op("aten::cat", 0, 10, **sizes, **kinds)
     made.kernel("k", 5)
     op = by_name(made.read(tmp_path))["k"].op
     assert op.shapes == (*op.strides[:2], (5,)) == ((), (), (5,))
@@ -350,13 +310,10 @@ def test_arguments_other_than_tensors(made, tmp_path):
 
 def test_a_product_inside_its_wrappers_and_a_wrapper_alone(made, tmp_path):
     made.op("aten::linear", 0, 50)
-    made.op("aten::to", 1, 10)
-    made.kernel("cast", 5)
+    made.op("aten::to", 1, 10, launches={"cast": 5})
     made.op("aten::addmm", 20, 40)
-    made.op("aten::copy_", 22, 30)
-    made.kernel("copy", 25)
-    made.op("aten::relu", 60, 70)
-    made.kernel("relu", 65)
+    made.op("aten::copy_", 22, 30, launches={"copy": 25})
+    made.op("aten::relu", 60, 70, launches={"relu": 65})
     kernels = by_name(made.read(tmp_path))
     products = {name: kernel.matmul_op and kernel.matmul_op.name for name, kernel in kernels.items()}
     assert products == {"cast": "aten::linear", "copy": "aten::addmm", "relu": None}
@@ -434,10 +391,8 @@ def test_the_same_correlation_in_two_processes(made, tmp_path):
             made.op(f"rank{pid}::op", at, at + 9, pid=pid)
             made.kernel(f"k{device}", at + 4, pid=pid, device=device, correlation=number + 1, start=at + 6)
     trace = made.read(tmp_path)
-    assert {(kernel.device, kernel.op and kernel.op.name) for kernel in trace.kernels} == {
-        (0, "rank1::op"),
-        (1, "rank2::op"),
-    }
+    found = {(kernel.device, kernel.op and kernel.op.name) for kernel in trace.kernels}
+    assert found == {(0, "rank1::op"), (1, "rank2::op")}
 
 
 def test_equal_correlations_without_evidence_of_the_process(made, tmp_path):
@@ -462,11 +417,9 @@ def test_an_operators_end_is_outside_and_its_beginning_inside(made, tmp_path):
     """Traces in whole microseconds: neighbours touch."""
     made.op("aten::mm", 100, 105)
     made.op("aten::empty", 105, 105)
-    made.op("aten::relu", 105, 110)
-    made.kernel("relu", 105)
+    made.op("aten::relu", 105, 110, launches={"relu": 105})
     made.op("aten::bmm", 120, 130)
-    made.op("aten::add", 120, 130)
-    made.kernel("inner of two alike", 120)
+    made.op("aten::add", 120, 130, launches={"inner of two alike": 120})
     kernels = by_name(made.read(tmp_path))
     assert (kernels["relu"].op.name, kernels["relu"].matmul_op) == ("aten::relu", None)
     alike = kernels["inner of two alike"]
@@ -476,8 +429,7 @@ def test_an_operators_end_is_outside_and_its_beginning_inside(made, tmp_path):
 def test_operators_that_overlap_by_rounded_times_do_not_enclose_each_other(made, tmp_path):
     """Microseconds since 1970 in a double have steps of a quarter: a product may end after the next operator's beginning."""
     made.op("aten::mm", 1.7e15, 1.7e15 + 10.25)
-    made.op("aten::copy_", 1.7e15 + 10, 1.7e15 + 20)
-    made.kernel("copy", 1.7e15 + 12)
+    made.op("aten::copy_", 1.7e15 + 10, 1.7e15 + 20, launches={"copy": 1.7e15 + 12})
     kernel = by_name(made.read(tmp_path))["copy"]
     assert (kernel.op.name, kernel.matmul_op) == ("aten::copy_", None)
 

@@ -27,7 +27,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("data", hard_data.KINDS)
 def test_hard_data_has_the_named_distribution(data, dtype):
-    torch.manual_seed(0)
     values = hard_data.fresh(data, 20_000, dtype)
     assert (values.dtype, values.shape) == (dtype, (20_000,))
     histogram = mpinspect.count_exponents(values)

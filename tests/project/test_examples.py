@@ -230,8 +230,7 @@ def test_transformers_trainer_names_its_layers_and_a_scale(monkeypatch, capsys, 
     assert "GPT2LMHeadModel against float16\nComputes in FP32: " in printed
     assert "  4 steps, 4 sampled" in printed
     assert re.search(
-        r"the gradients would need a loss scale in FP16: \d+|FP16 would fit at any loss scale in the window",
-        printed,
+        r"the gradients would need a loss scale in FP16: \d+|FP16 would fit at any loss scale in the window", printed
     )
     assert re.search(r"^transformer\.h\.\{0\.\.1\}\.attn\.c_attn\.weight ", printed, re.MULTILINE)
     assert Session.load(tmp_path / "log").progress.backwards == 8

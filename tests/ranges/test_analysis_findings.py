@@ -633,72 +633,56 @@ def test_coverage_of_an_empty_session_gives_the_reason(progress, reason):
 
 # -- random sessions ----------------------------------------------------------------------------------------------------
 
+
+def some(strategy, most):
+    return st.lists(strategy, max_size=most).map(tuple)
+
+
+few, kinds = st.integers(0, 9), st.sampled_from(KINDS)
 odd_histograms = st.builds(
     lambda counts, low, zeros, infs, nans: ExponentHistogram.from_counts(
         counts, low, zeros=zeros, infs=infs, nans=nans
     ),
     st.lists(st.integers(0, 50), max_size=6),
     st.integers(-1074, 1000),
-    st.integers(0, 9),
+    few,
     st.integers(0, 2),
     st.integers(0, 2),
 )
-odd_windows = st.builds(
+odd_lost_updates = st.builds(LostUpdates, st.integers(0, 5), st.integers(0, 5))
+odd_tensors = st.builds(
     TensorWindow,
     odd_histograms,
     st.integers(0, 5),
     passed_through=st.sampled_from(["float32", "float16", "bfloat16"]),
     floor_exponent=st.none() | st.integers(-160, 5),
-    lost_updates=st.dictionaries(
-        st.sampled_from(["float16", "bfloat16"]), st.builds(LostUpdates, st.integers(0, 5), st.integers(0, 5))
-    ),
+    lost_updates=st.dictionaries(st.sampled_from(["float16", "bfloat16"]), odd_lost_updates),
 )
+odd_infos = st.builds(TensorInfo, st.sampled_from("abc"), kinds, st.sampled_from(["", "a"]), st.just("Linear"))
+odd_keys = st.builds(TensorKey, st.sampled_from(["a", "a.bias", ""]), kinds)
+odd_scales = st.dictionaries(st.integers(-160, 160), st.integers(1, 3), max_size=2)
+odd_windows = st.builds(Window, few, few, st.integers(0, 3), st.dictionaries(odd_keys, odd_tensors), odd_scales)
+odd_events = st.builds(
+    Event,
+    few,
+    st.just(0),
+    st.sampled_from(["forward", "backward"]),
+    st.just("a"),
+    kinds,
+    st.just("a"),
+    st.sampled_from(["inf", "nan"]),
+    loss_scale=st.sampled_from([None, 0.0, 1.0, 3.0, 2.0**16, float("inf")]),
+    skipped=st.none() | st.booleans(),
+    forward_finite=st.none() | st.booleans(),
+)
+odd_changes = some(st.builds(ScaleChange, few, st.sampled_from([None, 1.0, 2.0**16])), 3)
+in_order = odd_changes.map(lambda changes: tuple(sorted(changes, key=lambda change: change.step)))
 odd_sessions = st.builds(
     Session,
-    watched=st.lists(
-        st.builds(
-            TensorInfo, st.sampled_from("abc"), st.sampled_from(KINDS), st.sampled_from(["", "a"]), st.just("Linear")
-        ),
-        max_size=4,
-    ).map(tuple),
-    windows=st.lists(
-        st.builds(
-            Window,
-            st.integers(0, 9),
-            st.integers(0, 9),
-            st.integers(0, 3),
-            st.dictionaries(
-                st.builds(TensorKey, st.sampled_from(["a", "a.bias", ""]), st.sampled_from(KINDS)), odd_windows
-            ),
-            st.dictionaries(st.integers(-160, 160), st.integers(1, 3), max_size=2),
-        ),
-        max_size=3,
-    ).map(tuple),
-    events=st.lists(
-        st.builds(
-            Event,
-            st.integers(0, 9),
-            st.just(0),
-            st.sampled_from(["forward", "backward"]),
-            st.just("a"),
-            st.sampled_from(KINDS),
-            st.just("a"),
-            st.sampled_from(["inf", "nan"]),
-            loss_scale=st.sampled_from([None, 0.0, 1.0, 3.0, 2.0**16, float("inf")]),
-            skipped=st.none() | st.booleans(),
-            forward_finite=st.none() | st.booleans(),
-        ),
-        max_size=3,
-    ).map(tuple),
-    progress=st.builds(
-        Progress,
-        st.integers(0, 9),
-        st.integers(0, 9),
-        scale_known=st.booleans(),
-        scales=st.lists(
-            st.builds(ScaleChange, st.integers(0, 9), st.sampled_from([None, 1.0, 2.0**16])), max_size=3
-        ).map(lambda changes: tuple(sorted(changes, key=lambda change: change.step))),
-    ),
+    watched=some(odd_infos, 4),
+    windows=some(odd_windows, 3),
+    events=some(odd_events, 3),
+    progress=st.builds(Progress, few, few, scale_known=st.booleans(), scales=in_order),
 )
 
 
@@ -753,6 +737,5 @@ def test_the_overall_rows_pool_each_kind():
 
 
 def test_tensors_that_were_not_announced_are_reported():
-    session = session_of(DEMO)
-    report = analyse(replace(session, watched=()))
+    report = analyse(replace(session_of(DEMO), watched=()))
     assert {layer.name for layer in report.layers} == {key.name for key in DEMO}

@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from mpinspect.numeric.exponents import ExponentHistogram, Interval
 from mpinspect.numeric.formats import BFLOAT16, FLOAT8_E4M3, FLOAT16, FLOAT16_FTZ, FLOAT32
 from mpinspect.ranges.analysis.layer_report import layer_report
-from mpinspect.ranges.analysis.serving import (
-    LOST_L1_TOLERANCE,
-    NEGLIGIBLE_L1_SHARE,
-    least_log2_scale,
-)
+from mpinspect.ranges.analysis.serving import LOST_L1_TOLERANCE, NEGLIGIBLE_L1_SHARE, least_log2_scale
 from mpinspect.ranges.analysis.visibility import Visibility
 from mpinspect.ranges.windows.tensors import TensorInfo
 

@@ -97,7 +97,6 @@ def test_torchs_functions_are_restored():
 
 @pytest.mark.parametrize(("cached", "reported"), [(True, True), (False, False)])
 def test_weights_that_are_swapped_within_a_region_use_outdated_casts(cached, reported):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
     other = [torch.randn_like(each) for each in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,7 +125,6 @@ def test_weights_that_are_swapped_within_a_region_use_outdated_casts(cached, rep
 
 
 def test_slices_of_a_weight_have_casts_of_their_own():
-    torch.manual_seed(0)
     experts = nn.ParameterList([nn.Parameter(torch.randn(3, 8, 8))])
     optimizer = torch.optim.SGD(experts.parameters(), lr=0.1)
     with Inspector(experts, optimizers=optimizer, second=True) as inspector:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from trainings import take_step
+from trainings import inspected, take_step
 
 import mpinspect
 from mpinspect import Inspector, Session
@@ -352,11 +352,7 @@ def test_a_budget_that_is_not_a_number_is_refused(bad: Any) -> None:
 
 def test_no_step_is_timed_without_a_limit() -> None:
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer, max_overhead=math.inf) as inspector:
-        for _ in range(3):
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+    inspector = inspected(model, lambda _: model(torch.ones(1, 2)).sum(), 3, max_overhead=math.inf)
     progress = inspector.session().progress
     assert (progress.watched_steps, progress.measured_steps, progress.overhead) == (None, 0, None)
     assert inspector._capture.meter is None

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from trainings import take_step
+from trainings import closure_of, take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.capture.steps import CallChoice, Schedule, StepClock
@@ -61,27 +61,17 @@ def test_a_skipped_step_counts_as_a_step() -> None:
     assert (clock.step, clock.skipped_steps) == (3, 1)
 
 
-def test_two_known_optimizers_make_one_step() -> None:
-    clock, generator, discriminator = StepClock(Schedule(1)), Optimizer(), Optimizer()
-    clock.know(generator)
-    clock.know(discriminator)
-    for _ in range(3):
-        for optimizer in (discriminator, generator):
-            _train(clock)
-            _step(clock, optimizer)
-    assert clock.step == 3
-
-
-def test_further_steps_of_a_critic_end_steps() -> None:
+@pytest.mark.parametrize("critic_steps", [1, 3])
+def test_two_known_optimizers_make_one_step_and_further_steps_of_a_critic_end_steps(critic_steps: int) -> None:
     clock, generator, critic = StepClock(Schedule(1)), Optimizer(), Optimizer()
     clock.know(generator)
     clock.know(critic)
-    for _ in range(2):
-        for optimizer in (critic, critic, critic, generator):
+    for _ in range(3):
+        for optimizer in (*[critic] * critic_steps, generator):
             _train(clock)
             _step(clock, optimizer)
     # Each further critic step ends a step; the generator's completes the last.
-    assert clock.step == 6
+    assert clock.step == 3 * critic_steps
 
 
 def test_a_forward_after_a_backward_begins_a_step_without_an_optimizer() -> None:
@@ -220,14 +210,7 @@ def test_only_the_first_calls_of_a_closure_are_observed():
             inspector.attach()
         for _ in range(3):
             x = torch.randn(8, 4)
-
-            def closure(x=x):
-                optimizer.zero_grad()
-                loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
+            optimizer.step(closure_of(optimizer, lambda x=x: (model(x) - x.sum(1, keepdim=True)).square().mean()))
         inspector.detach()
         return model, inspector
 

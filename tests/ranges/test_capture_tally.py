@@ -1,5 +1,7 @@
 """Rows become windows: scales are divided out, extremes are exact, and values may arrive a step late, as from a GPU."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from mpinspect.ranges.capture import tally as tally_module
 from mpinspect.ranges.capture.backward_scale import BackwardScale, from_number
 from mpinspect.ranges.capture.tally import HostCopy, Sample, Tally
 from mpinspect.ranges.windows.tensors import TensorKey
+from mpinspect.ranges.windows.window import Window
 
 KEY = TensorKey("fc.weight", "weight_gradient")
 
@@ -28,9 +31,21 @@ def _sample(values: torch.Tensor, scale: float = 1.0, narrow: str = "float32") -
     return Sample(KEY, count(values * scale, known.divisor), values.numel(), "float32", narrow, known)
 
 
+def _window(*samples: Sample, steps: int = 1) -> Window:
+    """Return the window of steps that each hold these samples; none may be dropped."""
+    tally, dropped, _ = _tally()
+    for step in range(steps):
+        for sample in samples:
+            tally.add(sample)
+        tally.end_step(step)
+    window = tally.close_window()
+    assert dropped == []
+    assert window is not None
+    return window
+
+
 @pytest.mark.parametrize("scales", [(1.0,), (1.0, 2.0**16), (0.5, 1000.0, 8.0)])
 def test_samples_of_different_scales_add_up_unscaled(scales: tuple[float, ...]) -> None:
-    torch.manual_seed(0)
     tally, dropped, seen = _tally()
     parts = [torch.randn(100) for _ in scales]
     for step, (values, scale) in enumerate(zip(parts, scales, strict=True)):
@@ -53,12 +68,7 @@ def test_samples_of_different_scales_add_up_unscaled(scales: tuple[float, ...]) 
 
 
 def test_zeros_infinities_and_nans_have_no_peak() -> None:
-    tally, _, _ = _tally()
-    for values in ([0.0, float("nan")], [float("inf")], [0.5], [0.0]):
-        tally.add(_sample(torch.tensor(values)))
-    tally.end_step(0)
-    window = tally.close_window()
-    assert window is not None
+    window = _window(*(_sample(torch.tensor(each)) for each in ([0.0, math.nan], [math.inf], [0.5], [0.0])))
     histogram = window.tensors[KEY].histogram
     assert (histogram.zeros, histogram.nans, histogram.infs, histogram.nonzero) == (2, 1, 1, 1)
     assert (histogram.min_abs, histogram.max_abs) == (0.5, 0.5)
@@ -67,72 +77,51 @@ def test_zeros_infinities_and_nans_have_no_peak() -> None:
 
 
 def test_peaks_are_rounded_to_eleven_bits() -> None:
-    tally, _, _ = _tally()
-    tally.add(_sample(torch.tensor([2 - 2**-11])))
-    tally.add(_sample(torch.tensor([1.5, 2.0**-30])))
-    tally.end_step(0)
-    window = tally.close_window()
-    assert window is not None
+    window = _window(_sample(torch.tensor([2 - 2**-11])), _sample(torch.tensor([1.5, 2.0**-30])))
     assert window.tensors[KEY].peaks == {0: 1, 1: 1}
     assert window.gradient_peaks == {1: 1}
 
 
 @pytest.mark.parametrize(("scale", "floor"), [(1.0, -25), (2.0**16, -41), (1000.0, -34)])
 def test_the_visibility_floor_follows_from_format_and_scale(scale: float, floor: int) -> None:
-    tally, _, _ = _tally()
-    tally.add(_sample(torch.full((3,), 0.25), scale, narrow="float16"))
-    tally.end_step(0)
-    window = tally.close_window()
-    assert window is not None
+    window = _window(_sample(torch.full((3,), 0.25), scale, narrow="float16"))
     assert window.tensors[KEY].floor_exponent == floor
 
 
 @pytest.mark.parametrize("outside", [2.0**-25, 65536.0])
 def test_a_tensor_with_values_outside_of_fp16_was_never_rounded_to_it(outside: float) -> None:
-    tally, _, _ = _tally()
     scale, other = 2.0**4, TensorKey("other.weight", "weight_gradient")
-    for step in range(2):
-        tally.add(_sample(torch.tensor([outside, 1.0]) / scale, scale, narrow="float16"))
+    window = _window(
+        _sample(torch.tensor([outside, 1.0]) / scale, scale, narrow="float16"),
         # The other layer is in FP16 and has a smaller peak. A gradient in FP32 overflows at no scale.
-        tally.add(Sample(other, count(torch.ones(2)), 2, "float32", "float16", from_number(scale)))
-        tally.end_step(step)
-    window = tally.close_window()
-    assert window is not None
+        Sample(other, count(torch.ones(2)), 2, "float32", "float16", from_number(scale)),
+        steps=2,
+    )
     found = window.tensors[KEY]
     assert (found.passed_through, found.floor_exponent) == ("float32", None)
     assert (window.tensors[other].passed_through, window.tensors[other].floor_exponent) == ("float16", -29)
     assert window.gradient_peaks == {-4: 2}
 
 
-def test_a_scale_on_the_device_that_is_not_a_power_of_two_drops_the_sample() -> None:
-    tally, dropped, _ = _tally()
-    scale = BackwardScale(None, torch.tensor(1000.0), power_of_two=True)
-    tally.add(Sample(KEY, count(torch.ones(3)), 3, "float32", scale=scale))
-    tally.end_step(0)
-    assert tally.close_window() is not None
-    assert len(dropped) == 1
-    assert "not a power of two" in dropped[0]
-
-
-def test_a_scale_on_the_device_is_divided_out_on_the_host() -> None:
-    tally, _, seen = _tally()
-    scale = BackwardScale(None, torch.tensor(8.0), power_of_two=True)
+@pytest.mark.parametrize("value", [1000.0, 8.0])
+def test_a_scale_on_the_device_is_divided_out_on_the_host_if_it_is_a_power_of_two(value: float) -> None:
+    tally, dropped, seen = _tally()
+    scale = BackwardScale(None, torch.tensor(value), power_of_two=True)
     tally.add(Sample(KEY, count(torch.ones(3)), 3, "float32", scale=scale))
     tally.end_step(4)
     window = tally.close_window()
     assert window is not None
-    assert window.tensors[KEY].histogram.max_abs == 0.125
-    assert seen == [(4, 8.0)]
+    if value == 8.0:
+        assert window.tensors[KEY].histogram.max_abs == 0.125
+        assert (seen, dropped) == ([(4, 8.0)], [])
+    else:
+        (note,) = dropped
+        assert "not a power of two" in note
 
 
 def test_rows_of_two_lengths_of_one_tensor_are_added() -> None:
-    tally, _, _ = _tally()
     narrow, wide = torch.tensor([1.0]), torch.tensor([2.0**-1000], dtype=torch.float64)
-    for values in (narrow, wide):
-        tally.add(Sample(KEY, count(values), 1, str(values.dtype)))
-    tally.end_step(0)
-    window = tally.close_window()
-    assert window is not None
+    window = _window(*(Sample(KEY, count(values), 1, str(values.dtype)) for values in (narrow, wide)))
     assert window.tensors[KEY].histogram == count_exponents(narrow) + count_exponents(wide)
 
 
@@ -187,40 +176,21 @@ def test_row_layouts_are_recognised_by_length() -> None:
 
 def test_an_overflow_in_fp16_has_the_smallest_overflowing_peak_at_its_scale() -> None:
     """The largest remaining finite value is not an estimate of the overflowed one."""
-    tally, _, _ = _tally()
-    scale = from_number(2.0**20)
-    values = torch.tensor([float("inf"), 2.0], dtype=torch.float16)
-    tally.add(Sample(KEY, count(values), 2, "float16", "float16", scale))
-    tally.end_step(0)
-    window = tally.close_window()
-    assert window is not None
+    values = torch.tensor([math.inf, 2.0], dtype=torch.float16)
+    window = _window(Sample(KEY, count(values), 2, "float16", "float16", from_number(2.0**20)))
     assert window.gradient_peaks == {16 - 20: 1}
 
 
 def test_an_infinity_in_fp32_has_no_peak() -> None:
-    tally, _, _ = _tally()
-    tally.add(_sample(torch.tensor([float("inf"), 2.0])))
-    tally.end_step(0)
-    window = tally.close_window()
-    assert window is not None
-    assert window.gradient_peaks == {1: 1}
+    assert _window(_sample(torch.tensor([math.inf, 2.0]))).gradient_peaks == {1: 1}
 
 
 def test_the_window_contains_the_narrowest_format() -> None:
-    tally, _, _ = _tally()
-    for narrow in ("float16", "bfloat16", "float32"):
-        tally.add(_sample(torch.ones(1), narrow=narrow))
-    tally.end_step(0)
-    window = tally.close_window()
-    assert window is not None
+    window = _window(*(_sample(torch.ones(1), narrow=narrow) for narrow in ("float16", "bfloat16", "float32")))
     assert window.tensors[KEY].passed_through == "float16"
 
 
 @pytest.mark.parametrize(("scale", "least"), [(1.0, 16), (1024.0, 6), (1000.0, 6)])
 def test_the_peak_of_an_overflow_is_unscaled(scale: float, least: int) -> None:
-    tally, _, _ = _tally()
-    tally.add(_sample(torch.tensor([1.0, float("inf")]), scale, narrow="float16"))
-    tally.end_step(0)
-    window = tally.close_window()
-    assert window is not None
+    window = _window(_sample(torch.tensor([1.0, math.inf]), scale, narrow="float16"))
     assert window.gradient_peaks == {least: 1}

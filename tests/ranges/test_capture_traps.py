@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 import torch
-from models import cnn
+from models import Of, cnn
 from sharded_training import NO_FSDP2
+from together import together
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
-from trainings import take_step
+from trainings import closure_of, cpu_scaler, inspected, sgd, take_step
 
 import mpinspect
 from mpinspect import Inspector, count_exponents
@@ -48,6 +49,18 @@ def weight(inspector: Inspector, name: str) -> TensorWindow:
 
 def gradient(inspector: Inspector, name: str) -> TensorWindow:
     return totals(inspector)[TensorKey(name, "activation_gradient")]
+
+
+def summed(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> Inspector:
+    """Run one backward of the sum of the model's output under an inspector."""
+    with Inspector(model, **options) as inspector:
+        model(*inputs).sum().backward()
+    return inspector
+
+
+def of_ones(model: nn.Module, *shape: int, steps: int = 3, **options: Any) -> Inspector:
+    """Train on the sum of the model's output for ones."""
+    return inspected(model, lambda step: model(torch.ones(shape)).sum(), steps, **{"optimizers": None, **options})
 
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
@@ -83,17 +96,12 @@ class _Output:
     ids=["dict", "tuple", "list", "dataclass", "nested"],
 )
 def test_tensors_in_structured_outputs_are_counted(pack: Callable[[torch.Tensor], Any]) -> None:
-    class Leaf(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            held.append(x * self.weight)
-            return pack(held[0])
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        held.append(x * self.weight)
+        return pack(held[0])
 
     held: list[torch.Tensor] = []
-    model = nn.Sequential(Leaf())
+    model = nn.Sequential(Of(forward, weight=nn.Parameter(torch.ones(3))))
     with Inspector(model, capture=ALL_KINDS) as inspector:
         model(torch.ones(2, 3))
         held[0].sum().backward()
@@ -105,15 +113,7 @@ def test_tensors_in_structured_outputs_are_counted(pack: Callable[[torch.Tensor]
 def test_an_uncalled_dropout_with_probability_zero_is_not_reported_as_uncovered(kind: type[nn.Module]) -> None:
     """Attention that passes ``dropout.p`` to a fused kernel never calls its dropout. A positive ``p`` is still reported."""
 
-    class Uncalled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc, self.none, self.some = nn.Linear(4, 4), kind(0.0), kind(0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc(x)
-
-    model = Uncalled()
+    model = Of(lambda self, x: self.fc(x), fc=nn.Linear(4, 4), none=kind(0.0), some=kind(0.5))
     for given, names in (({}, {"some"}), ({"include": "none"}, {"none"})):
         with Inspector(model, capture=("activation_gradient", "activation"), **given) as inspector:
             model(torch.ones(2, 4)).sum().backward()
@@ -140,7 +140,7 @@ def test_a_module_before_all_trainable_weights_needs_no_gradient() -> None:
             return self.last(hidden)
 
     model = Odd()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     needless = "frozen: nothing in it or before it needs a gradient"
     with Inspector(model, capture="activation_gradient") as inspector:
         model(torch.ones(2, 4), False).sum().backward()
@@ -158,34 +158,31 @@ def test_a_module_before_all_trainable_weights_needs_no_gradient() -> None:
 # -- nested tensors, the user's defaults --------------------------------------------------------------------------------
 
 
-def _nested_training(layout: torch.layout, broken_step: int | None = None) -> tuple[nn.Module, Inspector]:
+def _nested_training(layout: torch.layout, broken_step: int | None = None) -> Inspector:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    inspector = Inspector(model, optimizers=optimizer, capture=("activation", "activation_gradient", "weight_gradient"))
-    with inspector:
-        for step in range(3):
-            rows = [torch.randn(length, 8) for length in (3, 5, 2)]
-            if step == broken_step:
-                rows[1][0, 0] = math.inf
-            parts = model(torch.nested.nested_tensor(rows, layout=layout)).unbind()
-            take_step(optimizer, sum(part.square().mean() for part in parts))
-    return model, inspector
+
+    def loss(step: int) -> torch.Tensor:
+        rows = [torch.randn(length, 8) for length in (3, 5, 2)]
+        if step == broken_step:
+            rows[1][0, 0] = math.inf
+        parts = model(torch.nested.nested_tensor(rows, layout=layout)).unbind()
+        return sum(part.square().mean() for part in parts)
+
+    return inspected(model, loss, 3, capture=("activation", "activation_gradient", "weight_gradient"))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
 def test_the_values_of_nested_tensors_are_counted_and_watched(layout: torch.layout) -> None:
-    _, inspector = _nested_training(layout)
-    session = inspector.session()
+    session = _nested_training(layout).session()
     assert not session.notes
     counted = {key: window.histogram.total for key, window in session.totals().items()}
     rows = 3 * (3 + 5 + 2)
     for path, width in (("0", 16), ("1", 16), ("2", 4)):
         for kind in ("activation", "activation_gradient"):
             assert counted[TensorKey(path, kind)] == rows * width
-    _, inspector = _nested_training(layout, broken_step=1)
-    event = inspector.session().events[0]
+    event = _nested_training(layout, broken_step=1).session().events[0]
     assert (event.step, event.phase, event.given, event.elsewhere) == (1, "forward", True, False)
 
 
@@ -197,11 +194,9 @@ def test_the_users_default_device_and_dtype_do_not_change_the_counts() -> None:
         model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4)).bfloat16()
         batches = [(torch.randn(16, 8, dtype=torch.bfloat16), torch.randint(4, (16,))) for _ in range(6)]
         optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler = cpu_scaler(1024.0)
         # The first step creates the optimizer's own tensors, before the defaults change.
-        scaler.scale(model(batches[0][0]).float().sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        take_step(optimizer, model(batches[0][0]).float().sum(), scaler)
         if default:
             torch.set_default_device("meta")
             torch.set_default_dtype(torch.float64)
@@ -215,8 +210,7 @@ def test_the_users_default_device_and_dtype_do_not_change_the_counts() -> None:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                     scaler.step(optimizer)
                     scaler.update()
-            session = inspector.session()
-            return model.state_dict(), session, inspector.report()
+            return model.state_dict(), inspector.session(), inspector.report()
         finally:
             torch.set_default_device(None)
             torch.set_default_dtype(torch.float32)
@@ -236,7 +230,7 @@ def test_torch_func_transforms_are_not_counted() -> None:
     from torch.func import functional_call, grad, vmap
 
     model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     inspector = Inspector(model).attach()
     with pytest.warns(mpinspect.MpinspectWarning, match=r"torch\.func"):
@@ -275,28 +269,17 @@ def test_a_layer_added_while_attached_produces_a_warning() -> None:
 
 def test_inspectors_can_attach_and_detach_while_other_threads_step() -> None:
     """torch iterates over its table of optimizer hooks while they run; changing it meanwhile would raise an error."""
-    import threading
 
-    errors: list[BaseException] = []
+    def work(_: int) -> None:
+        model = nn.Linear(4, 4)
+        optimizer = sgd(model)
+        for _ in range(10):
+            with Inspector(model):
+                for _ in range(3):
+                    model(torch.ones(2, 4)).sum().backward()
+                    optimizer.step()
 
-    def work() -> None:
-        try:
-            model = nn.Linear(4, 4)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for _ in range(10):
-                with Inspector(model):
-                    for _ in range(3):
-                        model(torch.ones(2, 4)).sum().backward()
-                        optimizer.step()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    together(4, work)
 
 
 # -- accumulation, reuse, sharing ------------------------------------------------------------------------------------
@@ -304,7 +287,7 @@ def test_inspectors_can_attach_and_detach_while_other_threads_step() -> None:
 
 def test_accumulation_counts_increments_not_the_running_sum() -> None:
     model = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with Inspector(model) as inspector:
         for _ in range(4):
             model(torch.full((1, 1), 3.0)).sum().backward()
@@ -317,28 +300,17 @@ def test_accumulation_counts_increments_not_the_running_sum() -> None:
 
 def test_a_module_used_twice_is_counted_twice_under_its_first_name() -> None:
     layer = nn.Linear(3, 3)
-    model = nn.Sequential(layer, nn.Tanh(), layer)
-    with Inspector(model) as inspector:
-        model(torch.randn(5, 3)).sum().backward()
+    inspector = summed(nn.Sequential(layer, nn.Tanh(), layer), torch.randn(5, 3))
     assert gradient(inspector, "0").samples == 2
     assert weight(inspector, "0.weight").samples == 1
     assert TensorKey("2", "activation_gradient") not in totals(inspector)
 
 
 def test_shared_parameters_are_counted_once_under_their_first_name() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(5, 3)
-            self.head = nn.Linear(3, 5, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embedding(tokens))
-
-    model = Tied()
-    with Inspector(model) as inspector:
-        model(torch.tensor([1, 2])).sum().backward()
+    layers = {"embedding": nn.Embedding(5, 3), "head": nn.Linear(3, 5, bias=False)}
+    model = Of(lambda self, tokens: self.head(self.embedding(tokens)), **layers)
+    model.head.weight = model.embedding.weight
+    inspector = summed(model, torch.tensor([1, 2]))
     assert [key.name for key in totals(inspector) if key.kind == "weight_gradient"] == ["embedding.weight"]
     assert weight(inspector, "embedding.weight").histogram == count_exponents(model.head.weight.grad)
 
@@ -346,7 +318,7 @@ def test_shared_parameters_are_counted_once_under_their_first_name() -> None:
 def test_a_layer_unfrozen_during_the_run_is_counted() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with Inspector(model) as inspector:
         for step in range(3):
             model(torch.ones(1, 2)).sum().backward()
@@ -384,7 +356,7 @@ def test_autograd_grad_of_inputs_counts_activations_only() -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_does_not_change_the_counts(set_to_none: bool) -> None:
     model = nn.Linear(1, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     with Inspector(model) as inspector:
         for _ in range(3):
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -393,26 +365,16 @@ def test_zero_grad_does_not_change_the_counts(set_to_none: bool) -> None:
     assert weight(inspector, "weight").peaks == {1: 3}
 
 
-def test_steps_of_several_optimizers_count_as_one_step() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
-    with Inspector(model, optimizers=[first, second]) as inspector:
+@pytest.mark.parametrize("is_stranger", [False, True], ids=["a part's", "another model's"])
+def test_a_step_ends_once_however_many_optimizers_step(is_stranger: bool) -> None:
+    model, stranger = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), nn.Linear(1, 1)
+    first, second = (sgd(each) for each in ((model, stranger) if is_stranger else model))
+    with Inspector(model, optimizers=None if is_stranger else [first, second]) as inspector:
         for _ in range(3):
             model(torch.ones(1, 2)).sum().backward()
             first.step()
             second.step()
     assert inspector.session().progress.steps == 3
-
-
-def test_an_optimizer_of_another_model_does_not_end_the_step() -> None:
-    model, stranger = nn.Linear(1, 1), nn.Linear(1, 1)
-    mine, theirs = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, stranger))
-    with Inspector(model) as inspector:
-        for _ in range(2):
-            model(torch.ones(1, 1)).sum().backward()
-            mine.step()
-            theirs.step()
-    assert inspector.session().progress.steps == 2
 
 
 def _update_in_place(parameter: torch.Tensor) -> None:
@@ -445,13 +407,7 @@ def test_updates_by_hand_end_a_step(update: Callable[[torch.Tensor], None]) -> N
 def test_a_step_of_lbfgs_with_several_closure_calls_is_one_step() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = (model(torch.ones(4, 2)) - 3).square().mean()
-        loss.backward()
-        return loss
-
+    closure = closure_of(optimizer, lambda: (model(torch.ones(4, 2)) - 3).square().mean())
     with Inspector(model) as inspector:
         optimizer.step(closure)
         optimizer.step(closure)
@@ -462,11 +418,7 @@ def test_a_step_of_lbfgs_with_several_closure_calls_is_one_step() -> None:
 
 
 def test_every_nth_step_is_sampled() -> None:
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, every=3, watch=False) as inspector:
-        for _ in range(7):
-            take_step(optimizer, model(torch.ones(1, 1)).sum())
+    inspector = of_ones(nn.Linear(1, 1), 1, 1, steps=7, every=3, watch=False)
     progress = inspector.session().progress
     assert (progress.steps, progress.sampled_steps) == (7, 3)
     assert weight(inspector, "weight").samples == gradient(inspector, "").samples == 3
@@ -488,13 +440,7 @@ def test_evaluation_is_not_counted() -> None:
 
 def test_validation_in_train_mode_is_neither_counted_nor_a_step() -> None:
     model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, capture=ALL_KINDS) as inspector:
-        for _ in range(3):
-            model(torch.ones(1, 1)).sum().backward()
-            optimizer.step()
-            with torch.no_grad():
-                model(torch.ones(1, 1))
+    inspector = of_ones(model, 1, 1, capture=ALL_KINDS, after_step=lambda step: model(torch.ones(1, 1)))
     assert totals(inspector)[TensorKey("", "activation")].samples == 3
     assert inspector.session().progress.steps == 3
 
@@ -644,16 +590,14 @@ def test_two_inspectors_on_one_model_count_the_same() -> None:
 def test_counts_do_not_overflow_in_the_tensors_own_dtype() -> None:
     """An FP16 sum of 70,000 ones would overflow; the counts are integers."""
     model = nn.Embedding(1, 70_000).to(torch.float16)
-    with Inspector(model, loss_scale=1.0) as inspector:
-        model(torch.zeros(1, dtype=torch.int64)).sum().backward()
+    inspector = summed(model, torch.zeros(1, dtype=torch.int64), loss_scale=1.0)
     found = weight(inspector, "weight").histogram
     assert (found.nonzero, found.infs, found.max_abs) == (70_000, 0, 1.0)
 
 
 def test_uncoalesced_sparse_gradients_are_counted_with_their_zeros() -> None:
     model = nn.Embedding(10, 3, sparse=True)
-    with Inspector(model) as inspector:
-        model(torch.tensor([1, 1, 4])).sum().backward()
+    inspector = summed(model, torch.tensor([1, 1, 4]))
     assert model.weight.grad.is_sparse
     found = weight(inspector, "weight").histogram
     assert (found.total, found.zeros, found.max_abs) == (30, 24, 2.0)
@@ -668,16 +612,14 @@ def test_complex_gradients_count_two_elements_each() -> None:
 
 def test_empty_tensors_are_counted_as_empty() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with Inspector(model, capture=ALL_KINDS) as inspector:
-        model(torch.ones(0, 2)).sum().backward()
+    inspector = summed(model, torch.ones(0, 2), capture=ALL_KINDS)
     assert gradient(inspector, "0").histogram.total == 0
     assert weight(inspector, "0.weight").histogram.zeros == 4
 
 
 def test_zeros_in_fp32_do_not_count_as_flushed() -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 1))
-    with Inspector(model) as inspector:
-        model(torch.randn(32, 4)).sum().backward()
+    inspector = summed(model, torch.randn(32, 4))
     (layer,) = (row for row in inspector.report().layers if (row.name, row.kind) == ("0", "activation_gradient"))
     assert layer.histogram is not None
     assert layer.histogram.zeros > 0
@@ -695,8 +637,7 @@ def test_the_local_gradients_of_fsdp2_are_counted(one_rank: None) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     for module in (*model, model):
         fully_shard(module)
-    with Inspector(model) as inspector:
-        model(torch.ones(2, 4)).sum().backward()
+    inspector = summed(model, torch.ones(2, 4))
     local = model[0].weight.grad.to_local()
     assert weight(inspector, "0.weight").histogram == count_exponents(local)
 
@@ -705,8 +646,7 @@ def test_the_local_gradients_of_fsdp2_are_counted(one_rank: None) -> None:
 def test_ddp_counts_local_gradients(one_rank: None) -> None:
     model = nn.Linear(4, 1)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    with Inspector(wrapped) as inspector:
-        wrapped(torch.ones(2, 4)).sum().backward()
+    inspector = summed(wrapped, torch.ones(2, 4))
     assert weight(inspector, "weight").histogram == count_exponents(model.weight.grad)
 
 
@@ -741,9 +681,7 @@ def test_a_wrapped_model_has_the_names_of_the_bare_one(wrapping: str, one_rank: 
     bare, options = make(), {"capture": ALL_KINDS, "include": ["module.*"], "exclude": "module.last.bias"}
     expected = Inspector(bare, **options).session()
     wrapped = WRAPPINGS[wrapping](make())
-    with Inspector(wrapped, **options) as inspector:
-        wrapped(torch.ones(2, 4)).sum().backward()
-    session = inspector.session()
+    session = summed(wrapped, torch.ones(2, 4), **options).session()
     names = [(info.name, info.kind, info.module, info.module_type) for info in session.watched]
     assert names == [(info.name, info.kind, info.module, info.module_type) for info in expected.watched]
     assert not [note for note in session.notes if "matches no" in note]
@@ -756,8 +694,7 @@ def test_a_wrapped_model_has_the_names_of_the_bare_one(wrapping: str, one_rank: 
 def test_the_output_of_a_compiled_submodule_is_counted() -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 2), backend="eager"))
-    with Inspector(model, capture=ALL_KINDS) as inspector:
-        model(torch.ones(3, 4)).sum().backward()
+    inspector = summed(model, torch.ones(3, 4), capture=ALL_KINDS)
     assert gradient(inspector, "1").histogram.total == totals(inspector)[TensorKey("1", "activation")].histogram.total
     assert gradient(inspector, "1").histogram.total == 6
 
@@ -771,7 +708,7 @@ def test_an_error_while_counting_is_noted_and_does_not_stop_the_training(monkeyp
 
     monkeypatch.setattr("mpinspect.ranges.capture.tally.HostRows.count_together", broken)
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     inspector = Inspector(model).attach()
     with pytest.warns(mpinspect.MpinspectWarning, match="out of order"):
         model(torch.ones(1, 2)).sum().backward()
@@ -793,12 +730,9 @@ class StepsTwiceOver(torch.optim.SGD):
 
 def test_an_optimizer_step_that_calls_its_base_is_one_step() -> None:
     model = torch.nn.Linear(4, 4)
-    torch.optim.SGD(model.parameters(), lr=0.1)  # torch wraps the base's step when it is first created.
+    sgd(model)  # torch wraps the base's step when it is first created.
     optimizer = StepsTwiceOver(model.parameters(), lr=0.1)
-    with mpinspect.Inspector(model, capture=["weight_gradient", "update"]) as inspector:
-        for _ in range(5):
-            take_step(optimizer, model(torch.ones(2, 4)).sum())
-    session = inspector.session()
+    session = of_ones(model, 2, 4, steps=5, optimizer=optimizer, capture=["weight_gradient", "update"]).session()
     assert session.progress.steps == 5
     assert {window.samples for window in session.totals().values()} == {5}
 
@@ -814,12 +748,9 @@ def test_torch_jit_trace_records_no_hooks() -> None:
 
 def test_a_parameter_list_that_is_never_called_adds_no_note() -> None:
     parameters = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(3))])
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    with mpinspect.Inspector(parameters) as inspector:
-        for _ in range(3):
-            take_step(optimizer, parameters[0].square().sum())
-    assert inspector.session().notes == ()
-    assert inspector.session().progress.steps == 3
+    session = inspected(parameters, lambda step: parameters[0].square().sum(), 3, optimizers=None).session()
+    assert session.notes == ()
+    assert session.progress.steps == 3
 
 
 def test_parameters_without_a_module_updated_by_hand_make_steps() -> None:
@@ -840,7 +771,7 @@ def test_parameters_without_a_module_updated_by_hand_make_steps() -> None:
 
 def test_an_unfinished_step_is_not_counted() -> None:
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with Inspector(model) as inspector:
         for step in range(4):
             optimizer.zero_grad()
@@ -886,7 +817,7 @@ def test_pickles_and_copies_contain_no_hook_of_the_inspector() -> None:
 def test_modules_have_no_hook_between_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     users = model[0].register_forward_hook(lambda *_: None)
     hooked = []
     with Inspector(model, optimizers=optimizer, every=3, watch=False) as inspector:
@@ -906,7 +837,7 @@ def test_parameters_without_other_hooks_have_no_hook_between_samples(monkeypatch
     """The inspector's hook stays before a hook that the user adds later, so it counts the unmodified gradient."""
     monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = sgd(model, 0.0)
     earlier = model.bias.register_hook(lambda gradient: gradient * 2)
     hooked = []
     with Inspector(model, optimizers=optimizer, every=3, watch=False) as inspector:
@@ -931,10 +862,8 @@ def test_parameters_without_other_hooks_have_no_hook_between_samples(monkeypatch
 def test_detaching_between_samples_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mpinspect.ranges.capture.model_hooks.compiled_graphs", lambda: 0)
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Inspector(model, optimizers=optimizer, every=3, watch=False):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
+    optimizer = sgd(model, 0.0)
+    of_ones(model, 1, 3, steps=1, optimizer=optimizer, optimizers=optimizer, every=3, watch=False)
     assert not model._forward_hooks
     assert not any(parameter._backward_hooks for parameter in model.parameters())
 
@@ -944,7 +873,7 @@ def test_a_compiled_model_is_not_recompiled_between_samples() -> None:
     torch._dynamo.utils.counters.clear()
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     compiled = torch.compile(model, backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     inspector = Inspector(model, optimizers=optimizer, every=3, watch=False).attach()
     for _ in range(7):
         compiled(torch.randn(2, 3)).sum().backward()

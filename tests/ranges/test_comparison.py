@@ -42,8 +42,7 @@ def run(windows, **fields):
     steps = max((each.last_step for each in windows), default=-1) + 1
     progress = s.Progress(steps, steps, 0, steps, True, True, "", (s.ScaleChange(0, 1.0),))
     return dataclasses.replace(
-        s.Session(s.RunInfo("Net", kinds=(WEIGHT_GRADIENT,)), watched, tuple(windows), progress=progress),
-        **fields,
+        s.Session(s.RunInfo("Net", kinds=(WEIGHT_GRADIENT,)), watched, tuple(windows), progress=progress), **fields
     )
 
 

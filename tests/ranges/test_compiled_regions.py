@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from agreeing_reports import analyse
+from models import Of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainings import plain_inductor, take_step
@@ -404,19 +405,10 @@ def test_two_inspectors_of_one_model_sample_independently(backend: Backend) -> N
 
 def test_a_compiled_module_around_the_model_and_its_loss_runs_eagerly(backend: Backend) -> None:
     """The outer module is created after the inspector, and the model has no reference to it."""
-
-    class WithLoss(nn.Module):
-        def __init__(self, net: Net) -> None:
-            super().__init__()
-            self.net = net
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.net(x).square().sum()
-
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     inspector = Inspector(net, optimizers=optimizer, capture=KINDS, eager_samples=True).attach()
-    call = torch.compile(WithLoss(net), backend=backend)
+    call = torch.compile(Of(lambda self, x: self.net(x).square().sum(), net=net), backend=backend)
     for _ in range(3):
         call(torch.randn(5, 4)).backward()
         optimizer.step()

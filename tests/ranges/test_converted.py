@@ -166,8 +166,7 @@ def test_a_backward_that_is_kept_wide_and_an_engine_that_is_off_are_seen():
 
 
 def test_similar_layers_share_a_record():
-    model = to_float8(Model(tied=True), names=IN_BLOCKS)
-    found = records(model)
+    found = records(to_float8(Model(tied=True), names=IN_BLOCKS))
     assert [(len(record.modules), record.is_head) for record in found] == [(12, False), (1, True)]
 
 

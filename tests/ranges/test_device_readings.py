@@ -1,17 +1,18 @@
 """On a device, tensors are read in groups, and most of them only if a later value is not finite."""
 
 import math
-import sys
-import threading
 from collections.abc import Callable
+from typing import Any
 
 import host_kernels
 import pytest
 import torch
 from host_kernels import BYTES, LAUNCHES, READ, SPARED
+from models import Of
 from networks import GPT, adamw, tokens
+from together import together
 from torch import nn
-from trainings import take_step
+from trainings import cpu_scaler, inspected, take_step
 
 from mpinspect import Inspector
 from mpinspect.counting import reference
@@ -75,6 +76,18 @@ def _tower(blocks: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*layers))
 
 
+def _read(model: nn.Module, steps: int, before_step: Callable[[int], object], **options: Any) -> Inspector:
+    """Train a tower with few samples."""
+    options = {"lr": 0.0, "optimizers": None, "every": 100, **options}
+    return inspected(
+        model, lambda _: model(torch.randn(4, 8)).square().mean(), steps, before_step=before_step, **options
+    )
+
+
+def _read_and_spared() -> tuple[int, int]:
+    return host_kernels.calls[READ], host_kernels.calls[SPARED]
+
+
 def test_a_large_model_is_read_block_by_block_between_samples() -> None:
     model = _tower(8)
     with Inspector(model, every=100) as inspector:
@@ -90,20 +103,9 @@ def test_a_large_model_is_read_block_by_block_between_samples() -> None:
 
 def test_every_module_is_read_after_an_event() -> None:
     model = _tower(8)
-    spoiled: set[int] = {5, 6, 7}
-    now = 0
-    model[1][3][2].register_forward_hook(lambda module, args, y: y * math.inf if now in spoiled else None)
-
-    def count(step: int, x: torch.Tensor) -> torch.Tensor:
-        nonlocal now
-        now = step
-        return x
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with Inspector(model, every=100) as inspector:
-        for step in range(9):
-            take_step(optimizer, model(count(step, torch.randn(4, 8))).square().mean(), scaler)
+    ended: list[int] = []
+    model[1][3][2].register_forward_hook(lambda module, args, y: y * math.inf if len(ended) in {5, 6, 7} else None)
+    inspector = _read(model, 9, lambda _: None, scaler=cpu_scaler(2.0), after_step=ended.append)
     named = [(event.step, event.module) for event in inspector.session().events]
     assert named == [(5, "1.3"), (6, "1.3.2"), (7, "1.3.2")]
     assert "modules inside it were not observed" in inspector.session().events[0].explanation
@@ -143,17 +145,14 @@ def test_weight_gradients_of_fp16_are_read_when_the_optimizer_steps_between_samp
 
 def test_weight_gradients_of_fp32_are_spared_and_a_broken_one_is_an_event_of_the_next_forward() -> None:
     model = _tower(8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     calls = []
-    with Inspector(model, every=100) as inspector:
-        for step in range(8):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
-            if step == 6:
-                model[1][3][2].weight.grad.view(-1)[0] = math.nan
-            host_kernels.calls.clear()
-            optimizer.step()
-            calls.append((host_kernels.calls[READ], host_kernels.calls[SPARED]))
+
+    def breaks_a_gradient(step: int) -> None:
+        if step == 6:
+            model[1][3][2].weight.grad.view(-1)[0] = math.nan
+        host_kernels.calls.clear()
+
+    inspector = _read(model, 8, breaks_a_gradient, lr=1e-3, after_step=lambda _: calls.append(_read_and_spared()))
     weights = len(list(model.parameters()))
     assert calls[5:7] == [(0, weights), (0, weights)]
     assert calls[7] == (weights, 0)
@@ -162,31 +161,17 @@ def test_weight_gradients_of_fp32_are_spared_and_a_broken_one_is_an_event_of_the
     assert "nor the weight gradients of the step before" in first.explanation
 
 
-class _InFP16(nn.Module):
-    """Two linear layers in FP16 between FP32 tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).half()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x.half()).float()
-
-
 def _reads_at_the_optimizer(model: nn.Module) -> dict[str, int]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Inspector(model, every=100):
-        for _ in range(6):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
-            host_kernels.calls.clear()
-            optimizer.step()
+    _read(model, 6, lambda _: host_kernels.calls.clear())
     return dict(host_kernels.calls)
 
 
 def test_weight_gradients_are_read_in_steps_that_do_not_see_the_fp16_inside_a_block() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(_InFP16() for _ in range(8))), nn.Linear(8, 1))
+    def in_fp16() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).half()
+        return Of(lambda self, x: x + self.inner(x.half()).float(), inner=inner)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*(in_fp16() for _ in range(8))), nn.Linear(8, 1))
     # Step 5 reads the blocks' outputs, which are all in FP32.
     assert _reads_at_the_optimizer(model)[READ] == len(list(model.parameters()))
 
@@ -202,22 +187,19 @@ def test_weight_gradients_are_read_if_code_was_compiled(monkeypatch: pytest.Monk
 def test_clipped_weight_gradients_are_read_only_if_their_norm_is_not_finite(public: bool) -> None:
     model = _tower(8)
     parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.0)
     reads = []
-    with Inspector(model, every=100) as inspector:
-        for step in range(8):
-            optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
-            if step == 7:
-                model[1][3][2].weight.grad.view(-1)[0] = math.nan
-            host_kernels.calls.clear()
-            if public:
-                norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-                nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
-            else:
-                nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            reads.append((host_kernels.calls[READ], host_kernels.calls[SPARED]))
+
+    def clips(step: int) -> None:
+        if step == 7:
+            model[1][3][2].weight.grad.view(-1)[0] = math.nan
+        host_kernels.calls.clear()
+        if public:
+            norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+            nn.utils.clip_grads_with_norm_(parameters, 1.0, norm)
+        else:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    inspector = _read(model, 8, clips, after_step=lambda _: reads.append(_read_and_spared()))
     assert reads[5] == reads[6] == (1, len(parameters))
     assert reads[7] == (1 + len(parameters), 0)
     first = inspector.session().events[0]
@@ -318,22 +300,16 @@ def test_the_culprit_is_found_among_modules_whose_tensors_were_not_read(
     assert (first.step, first.phase, first.module) == (6, phase, "1.0")
 
 
-class _Heads(nn.Module):
+def _heads() -> nn.Module:
     """Two layers with the same input; the watch may read the output of only one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        left = self.a(x)
-        return self.out(self.b(x) + left)  # type: ignore[no-any-return]
+    layers = {name: nn.Linear(8, 8) for name in ("a", "b", "out")}
+    return Of(lambda self, x: self.out(self.a(x) + self.b(x)), **layers)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_an_unread_tensor_is_not_reported_as_finite(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_magnitudes, "_HELD_BYTES", 100)
-    model = nn.Sequential(nn.Linear(8, 8), _Heads())
+    model = nn.Sequential(nn.Linear(8, 8), _heads())
     spoiled = False
 
     def spoil(module: nn.Module, args: object, y: torch.Tensor) -> torch.Tensor | None:
@@ -464,23 +440,12 @@ def test_gradients_counted_later_have_the_same_rows() -> None:
 
 def test_concurrent_threads_count_into_separate_rows() -> None:
     rows = DeviceRows(torch.device("cpu"), lambda note: None)
-    each_has, start = [[torch.full((3,), 2.0**power) for _ in range(40)] for power in range(8)], threading.Barrier(8)
-    counted: list[torch.Tensor] = []
+    each_has = [[torch.full((3,), 2.0**power) for _ in range(40)] for power in range(8)]
 
-    def count(tensors: list[torch.Tensor]) -> None:
-        start.wait()
-        counted.extend(rows.count(tensor, later=number % 2 == 0) for number, tensor in enumerate(tensors))
+    def count(thread: int) -> list[torch.Tensor]:
+        return [rows.count(tensor, later=number % 2 == 0) for number, tensor in enumerate(each_has[thread])]
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=count, args=(tensors,)) for tensors in each_has]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    counted = [row for rows_of_thread in together(8, count) for row in rows_of_thread]
     rows.count_held()
     expected = [reference.count(tensor).tolist() for tensors in each_has for tensor in tensors]
     assert sorted(row.tolist() for row in counted) == sorted(expected)

@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from agreeing_reports import analyse, contradictions
+from models import Of
 from torch import nn
-from trainings import take_step
+from trainings import closure_of, cpu_scaler, sgd, take_step
 
 from mpinspect import Inspector, MixedPrecision, Session
 from mpinspect.numeric.formats import as_format
@@ -39,6 +40,31 @@ def batches(steps: int, dtype: torch.dtype = torch.float32):
     return [(torch.randn(32, 8).to(dtype), torch.randint(0, 4, (32,))) for _ in range(steps)]
 
 
+def entropy(model, x, y, step=0):
+    """Return the usual loss, in FP32."""
+    return nn.functional.cross_entropy(model(x).float(), y)
+
+
+def summed(model, x, y, step):
+    return nn.functional.cross_entropy(model(x).float(), y, reduction="sum")
+
+
+def multiplied(factor):
+    """Make a loss that has the factor of its step."""
+    return lambda model, x, y, step: entropy(model, x, y) * factor(step)
+
+
+def spoiled(value, steps=(5,)):
+    """Make a function of batches that writes the value to one feature in these steps."""
+
+    def batch_of(step, x):
+        if step in steps:
+            x[3, 2] = value
+        return x
+
+    return batch_of
+
+
 def train(
     model,
     optimizer=0.1,
@@ -49,22 +75,25 @@ def train(
     loss_of=None,
     before_step=None,
     after_step=None,
+    update=None,
     zero_grad=None,
     batch_of=lambda step, x: x,
-    second=False,
+    **options,
 ) -> RangeReport:
     """Train, with the given parts of the loop replaced by those that cause a fault.
 
     Args:
         optimizer: an optimizer, or the rate of SGD.
         scaler: a scaler, or the initial scale of one.
+        update: replaces the steps of scaler and optimizer, and the scaler's update.
+        options: of the inspector.
     """
     if isinstance(optimizer, float):
-        optimizer = torch.optim.SGD(model.parameters(), lr=optimizer)
+        optimizer = sgd(model, optimizer)
     if isinstance(scaler, float):
-        scaler = torch.amp.GradScaler("cpu", init_scale=scaler)
-    loss_of = loss_of or (lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y))
-    with Inspector(model, second=second) as inspector:
+        scaler = cpu_scaler(scaler)
+    loss_of = loss_of or entropy
+    with Inspector(model, **options) as inspector:
         for step, (x, y) in enumerate(batches(steps, dtype)):
             with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
                 loss = loss_of(model, batch_of(step, x), y, step)
@@ -72,7 +101,9 @@ def train(
             (scaler.scale(loss) if scaler else loss).backward()
             if before_step:
                 before_step(step)
-            if scaler:
+            if update:
+                update(step)
+            elif scaler:
                 scaler.step(optimizer)
                 scaler.update()
             else:
@@ -117,28 +148,19 @@ def average(broken):
 
 def accumulation(broken):
     model = mlp(torch.bfloat16 if broken else torch.float32)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
 
     def many(model, x, y, step):
-        (300 * nn.functional.cross_entropy(model(x[:16]).float(), y[:16])).backward()
-        return nn.functional.cross_entropy(model(x[16:]).float(), y[16:])
+        (300 * entropy(model, x[:16], y[:16])).backward()
+        return entropy(model, x[16:], y[16:])
 
     dtype = next(model.parameters()).dtype
-    optimizer.zero_grad()
-    return train(
-        model,
-        optimizer,
-        dtype=dtype,
-        loss_of=many,
-        zero_grad=lambda step: None,
-        after_step=lambda step: optimizer.zero_grad(),
-    )
+    clear = lambda step: optimizer.zero_grad()  # noqa: E731
+    return train(model, optimizer, dtype=dtype, loss_of=many, zero_grad=lambda step: None, after_step=clear)
 
 
 def initial_scale(broken):
-    model = mlp()
-    sums = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y, reduction="sum")  # noqa: E731
-    return train(model, 1e-3, steps=20, scaler=2.0 ** (24 if broken else 10), autocast=torch.float16, loss_of=sums)
+    return train(mlp(), 1e-3, 20, 2.0 ** (24 if broken else 10), autocast=torch.float16, loss_of=summed)
 
 
 def static_scale(broken):
@@ -158,13 +180,12 @@ def static_scale(broken):
 def scaler_made_anew(broken):
     """Create a scaler in each step; with ``broken=False`` only once, as after a checkpoint."""
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    optimizer, scaler = sgd(model, 1e-5), cpu_scaler(2.0**16)
     with Inspector(model) as inspector:
         for step, (x, _) in enumerate(batches(24)):
             if broken or step == 12:
                 del scaler
-                scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+                scaler = cpu_scaler(2.0**16)
             with torch.autocast("cpu", torch.float16):
                 loss = (model(x).float() - 1e4 * broken).square().mean()
             take_step(optimizer, loss, scaler)
@@ -172,48 +193,40 @@ def scaler_made_anew(broken):
 
 
 def no_scaler(broken):
-    model = mlp()
-    scaler = None if broken else torch.amp.GradScaler("cpu", init_scale=256.0)
-    return train(model, scaler=scaler, autocast=torch.float16)
+    return train(mlp(), scaler=None if broken else 256.0, autocast=torch.float16)
 
 
 def scaler_in_bfloat16(broken):
-    model = mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=broken)
-    return train(model, scaler=scaler, autocast=torch.bfloat16)
+    return train(mlp(), scaler=cpu_scaler(256.0, enabled=broken), autocast=torch.bfloat16)
 
 
-def shared_scaler(broken):
+def shared_scaler(broken, scale=2.0**12, steps=12, overflowing=range(12)):
+    """Let the scaler step another model, too, whose gradients are infinite in the given steps."""
     model, other = mlp(), mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    theirs = torch.optim.SGD(other.parameters(), lr=1e-9)
+    scaler = cpu_scaler(scale)
+    optimizer, theirs = sgd(model), sgd(other, 1e-9)
 
     def second(step):
         if broken:
             scaler.unscale_(optimizer)
             theirs.zero_grad()
             for parameter in other.parameters():
-                parameter.grad = torch.full_like(parameter, torch.inf)
+                parameter.grad = torch.full_like(parameter, torch.inf if step in overflowing else 1.0)
             scaler.step(theirs)
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return train(model, optimizer, scaler=scaler, autocast=torch.float16, before_step=second)
+    return train(model, optimizer, steps, scaler, autocast=torch.float16, before_step=second)
 
 
 def recurring(broken):
-    model = mlp()
-    factor = lambda step: 1e6 if broken and step % 6 == 4 else 1.0  # noqa: E731
-    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y) * factor(step)  # noqa: E731
-    return train(model, 1e-3, steps=40, scaler=2.0**8, autocast=torch.float16, loss_of=loss_of)
+    loss_of = multiplied(lambda step: 1e6 if broken and step % 6 == 4 else 1.0)
+    return train(mlp(), 1e-3, steps=40, scaler=2.0**8, autocast=torch.float16, loss_of=loss_of)
 
 
 def regulariser(broken, first=7):
     """Train with a loss that overflows at any scale every ten steps; with ``broken=False`` only the growing scale overflows."""
-    model = mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 if broken else 19), growth_interval=4)
-    factor = lambda step: 1e30 if broken and step % 10 == first else 1.0  # noqa: E731
-    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y) * factor(step)  # noqa: E731
-    report = train(model, 1e-3, steps=40, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
+    scaler = cpu_scaler(2.0 ** (8 if broken else 19), growth_interval=4)
+    loss_of = multiplied(lambda step: 1e30 if broken and step % 10 == first else 1.0)
+    report = train(mlp(), 1e-3, steps=40, scaler=scaler, autocast=torch.float16, loss_of=loss_of)
     assert report.session.progress.skipped_steps >= 4
     return report
 
@@ -221,31 +234,29 @@ def regulariser(broken, first=7):
 def new_scaler_each_epoch(broken):
     """Train in jobs of eight steps that reload the weights, but the scaler's state only with ``broken=False``."""
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = sgd(model, 1e-3)
     state = None
     with Inspector(model) as inspector:
         for step, (x, y) in enumerate(batches(32)):
             if step % 8 == 0:
-                scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+                scaler = cpu_scaler(2.0**24)
                 if state and not broken:
                     scaler.load_state_dict(state)
             with torch.autocast("cpu", torch.float16):
-                loss = nn.functional.cross_entropy(model(x).float(), y, reduction="sum")
+                loss = summed(model, x, y, step)
             take_step(optimizer, loss, scaler)
             state = scaler.state_dict()
     return inspector.report()
 
 
 def broken_forward(broken):
-    model = mlp()
     batch_of = lambda step, x: x * (1e6 if broken and step >= 3 else 1.0)  # noqa: E731
-    return train(model, 1e-3, scaler=2.0**8, autocast=torch.float16, batch_of=batch_of)
+    return train(mlp(), 1e-3, scaler=2.0**8, autocast=torch.float16, batch_of=batch_of)
 
 
 def clipped_scaled(broken):
     model = mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, scaler = sgd(model), cpu_scaler(256.0)
 
     def clip(step):
         if not broken:
@@ -255,22 +266,24 @@ def clipped_scaled(broken):
     return train(model, optimizer, scaler=scaler, autocast=torch.float16, before_step=clip)
 
 
+def norm_of(parameters, dtype):
+    return sum((parameter.grad.to(dtype) ** 2).sum() for parameter in parameters) ** 0.5
+
+
 def clipped_to_zero(broken):
     model = mlp(torch.float16)
 
     def clip(step):
-        gradients = [parameter.grad if broken else parameter.grad.float() for parameter in model.parameters()]
-        norm = sum((gradient**2).sum() for gradient in gradients) ** 0.5
+        norm = norm_of(model.parameters(), torch.float16 if broken else torch.float32)
         for parameter in model.parameters():
             parameter.grad /= norm
 
-    loss_of = lambda model, x, y, step: 3e3 * nn.functional.cross_entropy(model(x).float(), y)  # noqa: E731
-    return train(model, 1e-3, dtype=torch.float16, loss_of=loss_of, before_step=clip)
+    return train(model, 1e-3, dtype=torch.float16, loss_of=multiplied(lambda step: 3e3), before_step=clip)
 
 
 def zeroed(broken):
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     return train(model, optimizer, before_step=lambda step: optimizer.zero_grad() if broken else None)
 
 
@@ -293,37 +306,28 @@ def replaced_by_hook(broken, *, late=False):
     """Replace infinities in hooks; with ``broken=False`` the scale is low, so the hooks only clamp finite gradients."""
     model = mlp()
 
+    def batch_of(step, x):
+        if step == 0 and late:
+            hook()
+        return x
+
     def hook():
         for parameter in model.parameters():
             parameter.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0).clamp(-1e4, 1e4))
 
-    def batch_of(step, x):
-        if late and step == 0:
-            hook()
-        return x
-
     if not late:
         hook()
-    sums = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y, reduction="sum")  # noqa: E731
-    return train(
-        model, 1e-3, scaler=2.0 ** (24 if broken else 6), autocast=torch.float16, loss_of=sums, batch_of=batch_of
-    )
+    scale = 2.0 ** (24 if broken else 6)
+    return train(model, 1e-3, scaler=scale, autocast=torch.float16, loss_of=summed, batch_of=batch_of)
 
 
 replaced_by_late_hook = functools.partial(replaced_by_hook, late=True)
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x, step):
-        return (self.right if step % 2 else self.left)(x)
-
-
 def stale(broken):
-    model = Branches()
+    model = Of(
+        lambda self, x, step: (self.right if step % 2 else self.left)(x), left=nn.Linear(8, 4), right=nn.Linear(8, 4)
+    )
 
     def zero_grad(step):
         used = model.right if step % 2 else model.left
@@ -335,7 +339,7 @@ def stale(broken):
 
 def never_zeroed(broken):
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     zero_grad = lambda step: None if broken else optimizer.zero_grad()  # noqa: E731
     return train(model, optimizer, zero_grad=zero_grad)
 
@@ -366,7 +370,7 @@ def train_masters(
     parameters = list(model.parameters())
     masters = [parameter.detach().clone().float().requires_grad_() for parameter in parameters]
     optimizer = torch.optim.SGD(masters, lr=0.05)
-    loss_of = loss_of or (lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y))
+    loss_of = loss_of or entropy
     with Inspector(model, optimizers=optimizer, loss_scale=loss_scale) as inspector:
         for step, (x, y) in enumerate(batches(steps, dtype)):
             if zero_masters in ("to none", "in place"):
@@ -392,12 +396,12 @@ def train_masters(
 
 def zeroed_if_stepped(broken):
     """The scale is too high for step 5 alone."""
-    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    optimizer, scales = torch.optim.SGD(model.parameters(), lr=0.01), []
+    model, scaler = mlp(), cpu_scaler(2.0**12)
+    optimizer, scales = sgd(model, 0.01), []
 
     def loss_of(model, x, y, step):
         scales.append(scaler.get_scale())
-        return (1e38 if step == 5 else 1.0) * nn.functional.cross_entropy(model(x).float(), y)
+        return (1e38 if step == 5 else 1.0) * entropy(model, x, y)
 
     def zero_grad(step):
         if not broken or len(scales) < 2 or scales[-1] >= scales[-2]:
@@ -419,10 +423,8 @@ def masters_never_zeroed_and_clipped(broken):
         nn.utils.clip_grad_norm_(masters, 0.3)
         return True
 
-    zero_masters = "never" if broken else "to none"
-    return train_masters(
-        torch.float16, zero_masters=zero_masters, scale=64.0, loss_scale=64.0, before_step=clip, steps=40
-    )
+    zeroing = "never" if broken else "to none"
+    return train_masters(torch.float16, 40, 64.0, zero_masters=zeroing, loss_scale=64.0, before_step=clip)
 
 
 def masters_copied_into_copies(broken):
@@ -431,8 +433,7 @@ def masters_copied_into_copies(broken):
 
 def masters_clipped_to_zero(broken):
     def clip(parameters):
-        gradients = [parameter.grad if broken else parameter.grad.float() for parameter in parameters]
-        norm = sum((gradient**2).sum() for gradient in gradients) ** 0.5
+        norm = norm_of(parameters, torch.float16 if broken else torch.float32)
         for parameter in parameters:
             parameter.grad *= (2e3 / norm).clamp(max=1)
 
@@ -443,6 +444,9 @@ def masters_given_nothing(broken):
     return train_masters(copy_gradients=not broken)
 
 
+once_overflowing = multiplied(lambda step: 1e6 if step == 3 else 1)
+
+
 def masters_given_repaired_gradients(broken):
     def repair(parameters, masters):
         finite = all(master.grad.isfinite().all() for master in masters)
@@ -450,30 +454,25 @@ def masters_given_repaired_gradients(broken):
             torch.nan_to_num_(master.grad, 1.0, 1.0, 1.0)
         return broken or finite
 
-    overflowing = lambda model, x, y, step: (  # noqa: E731
-        nn.functional.cross_entropy(model(x).float(), y) * (1e6 if step == 3 else 1)
-    )
-    return train_masters(torch.float16, loss_scale=1.0, before_step=repair, loss_of=overflowing)
+    return train_masters(torch.float16, loss_scale=1.0, before_step=repair, loss_of=once_overflowing)
 
 
 def missing(broken):
-    model = mlp()
-    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(  # noqa: E731
-        model[2](model[1](model[0](x)).detach() if broken else model[1](model[0](x))), y
-    )
-    return train(model, loss_of=loss_of)
+    def loss_of(model, x, y, step):
+        hidden = model[1](model[0](x))
+        return nn.functional.cross_entropy(model[2](hidden.detach() if broken else hidden), y)
+
+    return train(mlp(), loss_of=loss_of)
 
 
 def missing_under_checkpoints(broken):
-    model = mlp()
-
     def loss_of(model, x, y, step):
         hidden = torch.utils.checkpoint.checkpoint(model[:2], x, use_reentrant=broken)
         return nn.functional.cross_entropy(model[2](hidden), y)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return train(model, loss_of=loss_of)
+        return train(mlp(), loss_of=loss_of)
 
 
 def replaced_behind_the_optimizer(broken):
@@ -487,58 +486,34 @@ def replaced_behind_the_optimizer(broken):
 
 def not_optimized(broken):
     model = mlp(width=64)
-    trained = list(model[0].parameters()) if broken else list(model.parameters())
-    return train(model, torch.optim.SGD(trained, lr=0.1))
+    return train(model, sgd(model[0] if broken else model))
 
 
 def nan_in_batch(broken):
-    def batch_of(step, x):
-        if broken and step == 5:
-            x[3, 2] = torch.nan
-        return x
-
-    model = mlp()
-    return train(model, batch_of=batch_of)
+    return train(mlp(), batch_of=spoiled(torch.nan, (5,) if broken else ()))
 
 
 def outlier_in_batch(broken):
-    def batch_of(step, x):
-        if broken and step == 5:
-            x[3, 2] = 1e5
-        return x
-
-    model = mlp()
-    return train(model, batch_of=batch_of, autocast=torch.float16)
-
-
-class Scores(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x, mask):
-        scores = self.query(x) @ x.T
-        return self.out(scores.masked_fill(mask, -torch.inf).softmax(-1) @ x)
+    return train(mlp(), batch_of=spoiled(1e5, (5,) if broken else ()), autocast=torch.float16)
 
 
 def masked_row(broken):
-    model = Scores()
-
     def loss_of(model, x, y, step):
         mask = torch.zeros(32, 32, dtype=torch.bool)
         mask[7] = broken and step == 3
         return nn.functional.cross_entropy(model(x, mask), y)
 
+    model = Of(
+        lambda self, x, mask: self.out((self.query(x) @ x.T).masked_fill(mask, -torch.inf).softmax(-1) @ x),
+        query=nn.Linear(8, 8),
+        out=nn.Linear(8, 4),
+    )
     return train(model, loss_of=loss_of)
 
 
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x, mask):
-        return self.out((self.query(x) @ x.T + mask).softmax(-1) @ x)
+def masked():
+    forward = lambda self, x, mask: self.out((self.query(x) @ x.T + mask).softmax(-1) @ x)  # noqa: E731
+    return Of(forward, query=nn.Linear(8, 8), out=nn.Linear(8, 8))
 
 
 class MaskedBlocks(nn.Module):
@@ -546,7 +521,7 @@ class MaskedBlocks(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.blocks, self.last = nn.Linear(8, 8), nn.ModuleList([Masked(), Masked()]), nn.Linear(8, 4)
+        self.first, self.blocks, self.last = nn.Linear(8, 8), nn.ModuleList([masked(), masked()]), nn.Linear(8, 4)
 
     def forward(self, x, mask):
         x = self.first(x)
@@ -573,23 +548,20 @@ def mask_given_to_blocks(broken):
 
 def infinity_beside_a_mask(broken):
     """Put -inf into the features; a layer that takes only features shows that they are not a mask."""
-    model = MaskedBlocks()
 
     def loss_of(model, x, y, step):
         x[3, 2] = -torch.inf if broken and step == 4 else x[3, 2]
         return nn.functional.cross_entropy(model(x, causal().masked_fill(causal() < 0, -torch.inf)), y)
 
-    return train(model, loss_of=loss_of)
+    return train(MaskedBlocks(), loss_of=loss_of)
 
 
 def zero_row(broken):
-    model = mlp()
-
     def loss_of(model, x, y, step):
         made = torch.relu(model[0](x)) * (0.0 if broken and step == 4 else 1.0)
         return nn.functional.cross_entropy(model[2](made / (made.sum(-1, keepdim=True) + (0 if broken else 1e-6))), y)
 
-    return train(model, 0.01, loss_of=loss_of)
+    return train(mlp(), 0.01, loss_of=loss_of)
 
 
 class NormedRows(torch.autograd.Function):
@@ -617,13 +589,12 @@ def zero_weight(broken):
     model[2].bias.requires_grad_(False)
     if broken:
         nn.init.zeros_(model[1].weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
     def loss_of(model, x, y, step):
         scores = model[1](model[0](x)) @ model[2].weight.t() + model[2].bias
         return nn.functional.cross_entropy(scores, y)
 
-    return train(model, optimizer, loss_of=loss_of)
+    return train(model, 0.05, loss_of=loss_of)
 
 
 def logarithm(broken):
@@ -633,8 +604,7 @@ def logarithm(broken):
             chosen = chosen * torch.arange(32)[:, None].clamp_max(1)
         return -(chosen + (0 if broken else 1e-9)).log().mean()
 
-    model = mlp()
-    return train(model, loss_of=loss_of)
+    return train(mlp(), loss_of=loss_of)
 
 
 def exploding(broken):
@@ -644,158 +614,127 @@ def exploding(broken):
     return train(model, 3.0 if broken else 1e-3, loss_of=loss_of)
 
 
-def statistics(broken):
+def statistics(broken, narrow=torch.float16, momentum=0.1, rate=1e-4, batch_of=lambda step, x: 1e3 * x):
     torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
-    dtype = torch.float16 if broken else torch.float32
-    model.to(dtype)
-    batch_of = lambda step, x: 1e3 * x  # noqa: E731
-    return train(model, 1e-4, dtype=dtype, batch_of=batch_of)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=momentum), nn.Tanh(), nn.Linear(16, 4))
+    dtype = narrow if broken else torch.float32
+    return train(model.to(dtype), rate, dtype=dtype, batch_of=batch_of)
 
 
 def stuck_statistics(broken):
-    torch.manual_seed(4)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16, momentum=1e-4), nn.Tanh(), nn.Linear(16, 4))
-    dtype = torch.bfloat16 if broken else torch.float32
-    model.to(dtype)
-    return train(model, dtype=dtype)
+    return statistics(broken, torch.bfloat16, 1e-4, 0.1, lambda step, x: x)
 
 
 def class_weight(broken):
-    model = mlp()
-
     def loss_of(model, x, y, step):
         weight = torch.ones(4)
         if step == 5:
             weight[2] = torch.inf if broken else 2.0
         return nn.functional.cross_entropy(model(x), y, weight=weight)
 
-    return train(model, loss_of=loss_of)
+    return train(mlp(), loss_of=loss_of)
 
 
 def half_loss_scaled(broken):
     """Overflow a 16-bit loss under a scaler: the gradients are finite."""
-    model = mlp()
 
     def loss_of(model, x, y, step):
         made = model(x)
         return ((made if broken else made.float()) * 300).square().mean()
 
-    return train(model, 1e-9, scaler=2.0**-8, autocast=torch.float16, loss_of=loss_of, second=[0])
-
-
-class Positions(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.dtype = dtype
-
-    def forward(self, length):
-        return torch.arange(length, dtype=self.dtype)[:, None] / torch.tensor([1.0, 8.0], dtype=self.dtype)
-
-
-class WithPositions(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.positions, self.out = Positions(dtype), nn.Linear(2, 4)
-
-    def forward(self, x):
-        return self.out(self.positions(512).float().sin())[: len(x)]
+    return train(mlp(), 1e-9, scaler=2.0**-8, autocast=torch.float16, loss_of=loss_of, second=[0])
 
 
 def positions(broken):
-    model = WithPositions(torch.bfloat16 if broken else torch.float32)
+    dtype = torch.bfloat16 if broken else torch.float32
+    made = Of(lambda self, n: torch.arange(n, dtype=dtype)[:, None] / torch.tensor([1.0, 8.0], dtype=dtype))
+    layers = {"positions": made, "out": nn.Linear(2, 4)}
+    model = Of(lambda self, x: self.out(self.positions(512).float().sin())[: len(x)], **layers)
     return train(model, second=[0])
 
 
-class Router(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.dtype = dtype
-        self.gate, self.out = nn.Linear(8, 48), nn.Linear(8, 4)
+def router(choose, experts=48):
+    """Weigh an input by the scores of a layer that ``choose`` returns."""
 
     def forward(self, x):
-        weights, _ = (0.1 * self.gate(x)).sigmoid().to(self.dtype).topk(2)
-        return self.out(x * weights.float().sum(-1, keepdim=True))
+        scores = self.gate(x.to(self.gate.weight.dtype))
+        return self.out(x * choose(scores).float().sum(-1, keepdim=True))
+
+    return Of(forward, gate=nn.Linear(8, experts), out=nn.Linear(8, 4))
 
 
 def ties(broken):
     torch.manual_seed(5)
-    model = Router(torch.bfloat16 if broken else torch.float32)
+    dtype = torch.bfloat16 if broken else torch.float32
+    return train(router(lambda scores: (0.1 * scores).sigmoid().to(dtype).topk(2).values), second=[0])
+
+
+def ties_softmax(broken):
+    """Apply top-k in FP32 to scores that a layer rounded to 16 bits."""
+    torch.manual_seed(5)
+    model = router(lambda scores: scores.softmax(-1, dtype=torch.float32).topk(2).values)
+    model.gate.to(torch.bfloat16 if broken else torch.float32)
+    nn.init.constant_(model.gate.bias, 3.0)
     return train(model, second=[0])
 
 
-class WideRouter(nn.Module):
-    """Applies top-k in FP32 to scores that a layer rounded to 16 bits."""
+def against_a_reference(of):
+    """Make a loop whose loss ``of`` compares the model with a frozen copy of it: ``of(logits, the copy's, y, broken)``."""
 
-    def __init__(self, dtype, chosen):
-        super().__init__()
-        self.chosen = chosen
-        self.gate, self.out = nn.Linear(8, 48).to(dtype), nn.Linear(8, 4)
-        nn.init.constant_(self.gate.bias, 3.0)
-
-    def forward(self, x):
-        scores = self.gate(x.to(self.gate.weight.dtype))
-        return self.out(x * self.chosen(scores).sum(-1, keepdim=True))
-
-
-def chosen_in_float32(chosen):
     def loop(broken):
-        torch.manual_seed(5)
-        model = WideRouter(torch.bfloat16 if broken else torch.float32, chosen)
-        return train(model, second=[0])
+        model = mlp()
+        reference = copy.deepcopy(model).requires_grad_(False)
+        loss_of = lambda model, x, y, step: of(model(x), reference(x), y, broken)  # noqa: E731
+        return train(model, autocast=torch.bfloat16, loss_of=loss_of, second=[1])
 
     return loop
-
-
-ties_softmax = chosen_in_float32(lambda scores: scores.softmax(-1, dtype=torch.float32).topk(2).values)
 
 
 def divergence(of, summed):
     """Make a loop whose policy loss has a KL term to a reference; the term loses most bits if the logits have 16 bits."""
 
-    def loop(broken):
-        model = mlp()
-        reference = copy.deepcopy(model).requires_grad_(False)
+    def loss(logits, known, y, broken):
+        if not broken:
+            logits, known = logits.float(), known.float()
+        log_p, log_q = logits.log_softmax(-1), known.log_softmax(-1)
+        policy = -(torch.linspace(-1, 1, 32) * log_p.gather(1, y[:, None])[:, 0]).mean()
+        return summed(policy, of(log_p, log_q))
 
-        def loss_of(model, x, y, step):
-            logits, known = model(x), reference(x)
-            if not broken:
-                logits, known = logits.float(), known.float()
-            log_p, log_q = logits.log_softmax(-1), known.log_softmax(-1)
-            policy = -(torch.linspace(-1, 1, 32) * log_p.gather(1, y[:, None])[:, 0]).mean()
-            return summed(policy, of(log_p, log_q))
-
-        return train(model, autocast=torch.bfloat16, loss_of=loss_of, second=[1])
-
-    return loop
+    return against_a_reference(loss)
 
 
-by_hand = lambda p, q: (p.exp() * (p - q)).sum(-1).mean()  # noqa: E731
-divergence_added = divergence(by_hand, lambda policy, kl: policy + 0.1 * kl)
+divergence_added = divergence(lambda p, q: (p.exp() * (p - q)).sum(-1).mean(), lambda policy, kl: policy + 0.1 * kl)
 divergence_of_samples = divergence(
     lambda p, q: ((q - p)[:, 0].exp() - (q - p)[:, 0] - 1).float(), lambda policy, kl: (policy + 0.1 * kl).mean()
 )
 
 
-def margin(of):
-    """Make a loop whose loss is a margin of summed log-probabilities, computed in FP32 and then rounded to BF16."""
-
-    def loop(broken):
-        model = mlp()
-        reference = copy.deepcopy(model).requires_grad_(False)
-
-        def loss_of(model, x, y, step):
-            log_p, log_q = (each(x).float().log_softmax(-1).gather(1, y[:, None]) for each in (model, reference))
-            if broken:
-                log_p, log_q = log_p.bfloat16(), log_q.bfloat16()
-            return -nn.functional.logsigmoid(of(log_p.sum(-1), log_q.sum(-1))).mean()
-
-        return train(model, autocast=torch.bfloat16, loss_of=loss_of, second=[1])
-
-    return loop
+@against_a_reference
+def margin_of_sums(logits, known, y, broken):
+    """Return a margin of summed log-probabilities, computed in FP32 and then rounded to BF16."""
+    log_p, log_q = (each.float().log_softmax(-1).gather(1, y[:, None]) for each in (logits, known))
+    if broken:
+        log_p, log_q = log_p.bfloat16(), log_q.bfloat16()
+    return -nn.functional.logsigmoid((log_p.sum(-1) - log_q.sum(-1)).float()).mean()
 
 
-margin_of_sums = margin(lambda log_p, log_q: (log_p - log_q).float())
+def by_hand(scale_of, *, zero_first=False, known=True):
+    """Train with a loss scaled by hand, without the steps whose gradients are not finite."""
+    model = mlp()
+    optimizer = sgd(model, 0.01)
+    with Inspector(model, optimizers=optimizer if known else None) as inspector:
+        for step, (x, y) in enumerate(batches(16)):
+            if zero_first:
+                optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                out = model(x)
+            optimizer.zero_grad()
+            (nn.functional.cross_entropy(out.float(), y) * scale_of(step)).backward()
+            if all(parameter.grad.isfinite().all() for parameter in model.parameters()):
+                for parameter in model.parameters():
+                    parameter.grad.div_(scale_of(step))
+                optimizer.step()
+    return inspector.report()
 
 
 def test_a_nan_is_attributed_to_the_module_that_uses_the_mask():
@@ -807,24 +746,12 @@ def test_a_nan_is_attributed_to_the_module_that_uses_the_mask():
     assert mask_given_to_blocks(False).events == infinity_beside_a_mask(False).events == ()
 
 
-class MaskedSoftmax(nn.Module):
-    def forward(self, scores, mask):
-        return (scores + mask).softmax(-1)
-
-
-class ItsOwnMasked(Masked):
-    """Calls a submodule for the softmax, with the scores and the mask as inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.softmax = MaskedSoftmax()
-
-    def forward(self, x, mask):
-        return self.softmax(self.query(x) @ x.T, mask) @ x
-
-
 def test_a_nan_is_attributed_to_a_module_whose_only_infinite_input_is_a_mask():
-    model, hidden = ItsOwnMasked(), torch.full((32, 32), -torch.inf).triu(1)
+    softmax = Of(lambda self, scores, mask: (scores + mask).softmax(-1))
+    model = Of(
+        lambda self, x, mask: self.softmax(self.query(x) @ x.T, mask) @ x, query=nn.Linear(8, 8), softmax=softmax
+    )
+    hidden = torch.full((32, 32), -torch.inf).triu(1)
     hidden[5] = -torch.inf
     with Inspector(model) as inspector:
         model(torch.randn(32, 8), hidden).sum().backward()
@@ -834,18 +761,18 @@ def test_a_nan_is_attributed_to_a_module_whose_only_infinite_input_is_a_mask():
 
 
 def test_an_infinity_outside_of_a_mask_is_attributed_to_the_code_that_made_it():
-    class Logarithm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.fc(x.relu().log())
-
-    model = Logarithm()
+    model = Of(lambda self, x: self.inner(x.relu().log()), inner=nn.Linear(8, 4))
     with Inspector(model) as inspector:
         model(torch.randn(32, 8)).sum().backward()
     assert inspector.report().events[0].module == ""
+
+
+def ids(report):
+    return {finding.id for finding in report.findings}
+
+
+def graver_than_info(report):
+    return [finding for finding in report.findings if finding.severity != "info"]
 
 
 def test_the_model_itself_is_called_the_model():
@@ -870,51 +797,37 @@ def test_infinities_stopped_by_a_relu_are_not_reported_as_replaced():
     def loss_of(model, x, y, step):
         hidden = model[1](model[0](x) - 100.0)
         # At zero the square root's derivative is infinite, and the ReLU before it passes no gradient.
-        return nn.functional.cross_entropy(model[2](hidden).float(), y) + hidden.float().sqrt().sum()
+        return entropy(model[2], hidden, y) + hidden.float().sqrt().sum()
 
     report = train(model, 1e-3, scaler=2.0**6, autocast=torch.float16, loss_of=loss_of)
     assert report.events
-    assert not [finding for finding in report.findings if finding.id == "gradients-replaced"]
+    assert "gradients-replaced" not in ids(report)
 
 
 def test_gradients_of_a_closure_cause_no_finding():
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with Inspector(model) as inspector:
         for x, y in batches(12):
-
-            def closure(x=x, y=y):
-                optimizer.zero_grad()
-                loss = nn.functional.cross_entropy(model(x), y)
-                loss.backward()
-                return loss
-
-            optimizer.step(closure)
-    assert [finding for finding in inspector.report().findings if finding.severity != "info"] == []
+            optimizer.step(closure_of(optimizer, lambda x=x, y=y: entropy(model, x, y)))
+    assert graver_than_info(inspector.report()) == []
 
 
 def stepped_scaled(broken):
-    model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    model, scaler = mlp(), cpu_scaler(1024.0)
+    optimizer = sgd(model, 1e-5)
 
     def by_hand(step):
         if not broken:
             for parameter in model.parameters():
                 parameter.grad /= scaler.get_scale()
 
-    with Inspector(model) as inspector:
-        for step, (x, y) in enumerate(batches(12)):
-            optimizer.zero_grad()
-            scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
-            by_hand(step)
-            optimizer.step()
-    return inspector.report()
+    return train(model, optimizer, scaler=scaler, before_step=by_hand, update=lambda step: optimizer.step())
 
 
 def unscaled_by_hand_too(broken):
     """Unscale the gradients a second time by hand; with ``broken=False`` divide them by a number of micro-batches."""
-    model = mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    model, scaler = mlp(), cpu_scaler(2.0**8)
 
     def by_hand(step):
         for parameter in model.parameters():
@@ -925,36 +838,34 @@ def unscaled_by_hand_too(broken):
 
 def unscaled_each_micro_batch(broken):
     """Unscale after each of two micro-batches; with ``broken=False`` zero the first one's gradients, as after an overflow."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step, (x, y) in enumerate(batches(16)):
-            if step % 2 == 0 or not broken:
-                optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = nn.functional.cross_entropy(model(x).float(), y)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            if step % 2:
-                scaler.step(optimizer)
-            scaler.update()
-    return inspector.report()
+    model, scaler = mlp(), cpu_scaler(2.0**8)
+    optimizer = sgd(model)
+
+    def zero_grad(step):
+        if step % 2 == 0 or not broken:
+            optimizer.zero_grad()
+
+    def step_every_second_time(step):
+        scaler.unscale_(optimizer)
+        if step % 2:
+            scaler.step(optimizer)
+        scaler.update()
+
+    options = {"zero_grad": zero_grad, "update": step_every_second_time, "optimizers": optimizer}
+    return train(model, optimizer, 16, scaler, autocast=torch.float16, **options)
 
 
 def second_loss_not_scaled(broken):
     """Scale one of two losses; with ``broken=False`` the second loss has its own optimizer, without a scaler."""
-    both = nn.ModuleList([mlp(), nn.Linear(4, 4)])
-    optimizer = torch.optim.SGD((both if broken else both[0]).parameters(), lr=0.1)
-    of_second = torch.optim.SGD(both[1].parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    both, scaler = nn.ModuleList([mlp(), nn.Linear(4, 4)]), cpu_scaler(2.0**8)
+    optimizer, of_second = sgd(both if broken else both[0]), sgd(both[1])
     with Inspector(both, optimizers=optimizer if broken else [optimizer, of_second]) as inspector:
         for x, y in batches(8):
             with torch.autocast("cpu", torch.float16):
                 out = both[0](x)
             both.zero_grad()
             scaler.scale(nn.functional.cross_entropy(out.float(), y)).backward()
-            nn.functional.cross_entropy(both[1](x[:, :4]), y).backward()
+            entropy(both[1], x[:, :4], y).backward()
             scaler.step(optimizer)
             scaler.update()
             if not broken:
@@ -964,9 +875,8 @@ def second_loss_not_scaled(broken):
 
 def test_gradients_left_in_place_after_their_step_are_not_reported_as_unscaled_again():
     """A critic steps twice per generator step, and its gradients remain during the generator's backward."""
-    both = nn.ModuleList([mlp(), nn.Linear(4, 4)])
-    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in both]
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6)
+    both, scaler = nn.ModuleList([mlp(), nn.Linear(4, 4)]), cpu_scaler(2.0**6)
+    optimizers = [sgd(each, 1e-3) for each in both]
     with Inspector(both, optimizers=optimizers) as inspector:
         for x, y in batches(8):
             for turn in (1, 1, 0):
@@ -977,38 +887,35 @@ def test_gradients_left_in_place_after_their_step_are_not_reported_as_unscaled_a
                 scaler.unscale_(optimizers[turn])
                 scaler.step(optimizers[turn])
                 scaler.update()
-    assert "unscaled-too-often" not in {finding.id for finding in inspector.report().findings}
+    assert "unscaled-too-often" not in ids(inspector.report())
 
 
 def targets_of(make):
     def loop(broken):
-        model = mlp()
-
         def loss_of(model, x, y, step):
             target = torch.randn(32, 4)
             if broken and step == 5:
                 target[3, 1] = float("nan")
             return make(model(x), target)
 
-        return train(model, loss_of=loss_of)
+        return train(mlp(), loss_of=loss_of)
 
     return loop
 
 
 def test_an_unscaled_loss_with_its_own_optimizer_needs_no_unscaling():
     """A model has two heads: the first uses the scaler, the second trains in FP32 with its own optimizer."""
-    model, scaler = nn.ModuleList([mlp(), mlp()]), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    first, second = (torch.optim.SGD(head.parameters(), lr=0.1) for head in model)
+    model, scaler = nn.ModuleList([mlp(), mlp()]), cpu_scaler(1024.0)
+    first, second = map(sgd, model)
     with Inspector(model) as inspector:
         for x, y in batches(12):
-            first.zero_grad()
-            second.zero_grad()
-            scaler.scale(nn.functional.cross_entropy(model[0](x), y)).backward()
-            nn.functional.cross_entropy(model[1](x), y).backward()
+            model.zero_grad()
+            scaler.scale(entropy(model[0], x, y)).backward()
+            entropy(model[1], x, y).backward()
             scaler.step(first)
             scaler.update()
             second.step()
-    assert not [finding for finding in inspector.report().findings if finding.id == "unscale-missing"]
+    assert "unscale-missing" not in ids(inspector.report())
 
 
 nan_targets = targets_of(nn.functional.mse_loss)
@@ -1017,24 +924,17 @@ nan_targets_absolute = targets_of(nn.functional.l1_loss)
 
 
 def ignored_targets(broken):
-    model = mlp()
-
-    def loss_of(model, x, y, step):
-        ignored = torch.full_like(y, -100)
-        return nn.functional.cross_entropy(model(x), ignored if broken and step == 5 else y)
-
-    return train(model, loss_of=loss_of)
+    ignored = torch.full((32,), -100)
+    return train(mlp(), loss_of=lambda model, x, y, step: entropy(model, x, ignored if broken and step == 5 else y))
 
 
 def test_an_overflow_in_the_model_is_not_attributed_to_the_targets():
     """The model's product overflows FP16; the targets are finite."""
-    model = mlp(torch.float16)
 
     def loss_of(model, x, y, step):
         return ((model(x) * 60000).float() * 60000 - torch.ones(32, 4)).pow(2).mean()
 
-    report = train(model, 0.0, dtype=torch.float16, loss_of=loss_of)
-    assert not [finding for finding in report.findings if finding.id == "batch-not-finite"]
+    assert "batch-not-finite" not in ids(train(mlp(torch.float16), 0.0, dtype=torch.float16, loss_of=loss_of))
 
 
 class TwoHeads(nn.Module):
@@ -1053,52 +953,40 @@ class OneHeadInFP32(TwoHeads):
         return self.large(x), small
 
 
-def two_branches(broken, model=None):
+def two_branches(broken, model=None, large_loss=lambda out: out.mul(300).sub(9), rate=1e-9, steps=20, scale=2.0**12):
     """Train two branches in FP16: one makes the scaler lower its scale, which flushes the other's gradients."""
-    model = model or TwoHeads()
     weight = 1e-9 if broken else 1.0
 
     def loss_of(model, x, y, step):
         large, small = model(x)
-        return large.float().mul(300).sub(9).square().mean() + weight * nn.functional.cross_entropy(small.float(), y)
+        return large_loss(large.float()).square().mean() + weight * nn.functional.cross_entropy(small.float(), y)
 
-    return train(model, 1e-9, steps=20, scaler=2.0**12, autocast=torch.float16, loss_of=loss_of)
+    return train(model or TwoHeads(), rate, steps, scale, autocast=torch.float16, loss_of=loss_of)
 
 
 def silent_branch(broken):
     """Train two branches in FP16 at a scale that flushes all gradients of one of them."""
-    model = TwoHeads()
-    weight = 1e-9 if broken else 1.0
-
-    def loss_of(model, x, y, step):
-        large, small = model(x)
-        return large.float().square().mean() + weight * nn.functional.cross_entropy(small.float(), y)
-
-    return train(model, 1e-3, scaler=2.0**4, autocast=torch.float16, loss_of=loss_of)
+    return two_branches(broken, large_loss=lambda out: out, rate=1e-3, steps=12, scale=2.0**4)
 
 
 def never_stepped(broken):
     """Call the scaler's scale, unscale_ and update, but never its step."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    with Inspector(model) as inspector:
-        for x, y in batches(6, torch.float32):
-            with torch.autocast("cpu", torch.float16):
-                loss = nn.functional.cross_entropy(model(x).float(), y)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            if not broken:
-                scaler.step(optimizer)
-            scaler.update()
-    return inspector.report()
+    model, scaler = mlp(), cpu_scaler(2.0**4)
+    optimizer = sgd(model)
+
+    def step_or_not(step):
+        scaler.unscale_(optimizer)
+        if not broken:
+            scaler.step(optimizer)
+        scaler.update()
+
+    return train(model, optimizer, 6, scaler, autocast=torch.float16, update=step_or_not)
 
 
 @pytest.mark.parametrize("classes", [4, 7])
 def test_a_layer_that_was_replaced_after_the_optimizer_was_made_is_not_optimized(classes):
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     model[2] = nn.Linear(16, classes)
     (finding,) = named(train(model, optimizer), "parameters-not-optimized")
     assert finding.layer.startswith("2")
@@ -1107,32 +995,26 @@ def test_a_layer_that_was_replaced_after_the_optimizer_was_made_is_not_optimized
 def test_gradients_that_a_script_assigns_are_not_reported_as_never_zeroed():
     """The script sums gradients from torch.autograd.grad and assigns .grad, so it need not zero it."""
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    parameters = list(model.parameters())
+    optimizer, parameters = sgd(model), list(model.parameters())
     with Inspector(model, optimizers=optimizer) as inspector:
-        for x, y in batches(8, torch.float32):
+        for x, y in batches(8):
             sums = [torch.zeros_like(parameter) for parameter in parameters]
             for part in range(2):
-                loss = nn.functional.cross_entropy(model(x[part::2]), y[part::2]) / 2
+                loss = entropy(model, x[part::2], y[part::2]) / 2
                 for total, gradient in zip(sums, torch.autograd.grad(loss, parameters), strict=True):
                     total += gradient
             for parameter, total in zip(parameters, sums, strict=True):
                 parameter.grad = total
             optimizer.step()
-    report = inspector.report()
-    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    assert graver_than_info(inspector.report()) == []
 
 
 def test_weights_that_explode_with_a_finite_loss_are_reported():
     """The hidden layer saturates, so the loss grows and stays finite."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = mlp()
+    optimizer = sgd(model, 1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 3.0**step)
-
-    def loss_of(model, x, y, step):
-        return nn.functional.cross_entropy(model(x), y)
-
-    report = train(model, optimizer, steps=16, loss_of=loss_of, after_step=lambda step: scheduler.step())
+    report = train(model, optimizer, steps=16, after_step=lambda step: scheduler.step())
     assert report.events == ()
     (finding,) = named(report, "weights-exploded")
     assert "times the first one" in finding.message
@@ -1153,12 +1035,12 @@ def test_an_infinite_derivative_is_not_an_overflow_of_bf16():
 def test_backwards_without_an_optimizer_step_are_not_training():
     model = mlp()
     with Inspector(model) as inspector:
-        for x, y in batches(6, torch.float32):
-            nn.functional.cross_entropy(model(x), y).backward()
+        for x, y in batches(6):
+            entropy(model, x, y).backward()
     report = inspector.report()
     assert report.verdict.healthy is None
     assert "none of 6 backwards led to an update" in str(report.verdict)
-    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    assert graver_than_info(report) == []
 
 
 @pytest.mark.parametrize(
@@ -1168,40 +1050,28 @@ def test_backwards_without_an_optimizer_step_are_not_training():
 )
 def test_a_loop_that_leaves_the_step_before_the_backward_is_named(steps, evaluations, is_named):
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     with Inspector(model, optimizers=optimizer) as inspector:
-        for step, (x, y) in enumerate(batches(steps, torch.float32)):
-            loss = nn.functional.cross_entropy(model(x), y)
+        for step, (x, y) in enumerate(batches(steps)):
+            loss = entropy(model, x, y)
             if step >= 6:
                 continue
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        for x, _ in batches(evaluations, torch.float32):
+            take_step(optimizer, loss)
+        for x, _ in batches(evaluations):
             model(x)
         with torch.no_grad():
-            for x, y in batches(evaluations, torch.float32):
-                nn.functional.cross_entropy(model(x), y)
+            for x, y in batches(evaluations):
+                entropy(model, x, y)
     found = named(inspector.report(), "steps-stopped")
-    assert [(each.step, each.evidence["forwards"], each.certainty) for each in found] == [
-        (6, 24, "inferred")
-    ] * is_named
+    wanted = [(6, 24, "inferred")] * is_named
+    assert [(each.step, each.evidence["forwards"], each.certainty) for each in found] == wanted
     assert all("test_diagnoses.py:" in each.message for each in found)
 
 
-class Normalized(nn.Module):
-    """Computes inf * 0 in its own code for rows of zeros, before it calls a module."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.inner(x.sum(1, keepdim=True).pow(-0.5).mul(0) * x)
-
-
 def test_a_nan_that_a_module_computes_from_a_finite_batch_is_not_attributed_to_the_batch():
-    model = nn.Sequential(Normalized())
+    # Rows of zeros make inf * 0, before the module calls another one.
+    code = lambda x: x.sum(1, keepdim=True).pow(-0.5).mul(0) * x  # noqa: E731
+    model = nn.Sequential(Of(lambda self, x: self.inner(code(x)), inner=nn.Linear(8, 4)))
     batch_of = lambda step, x: x.abs() if step < 5 else torch.zeros_like(x)  # noqa: E731
     report = train(model, batch_of=batch_of)
     assert report.events[0].step == 5
@@ -1211,12 +1081,9 @@ def test_a_nan_that_a_module_computes_from_a_finite_batch_is_not_attributed_to_t
 def test_weights_that_explode_late_are_reported_with_the_schedulers_learning_rate():
     """The weights grow in a step that is not measured."""
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model, 0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 if step < 20 else 30000.0)
-
-    def loss_of(model, x, y, step):
-        return model(x).square().mean()
-
+    loss_of = lambda model, x, y, step: model(x).square().mean()  # noqa: E731
     report = train(model, optimizer, steps=26, loss_of=loss_of, after_step=lambda step: scheduler.step())
     (finding,) = named(report, "weights-exploded")
     assert "at a learning rate of 300, which a scheduler had changed from 0.01" in finding.message
@@ -1249,9 +1116,7 @@ def test_branches_without_a_common_scale_get_one_fix():
     lowest, highest = report.loss_scale.lowest, report.loss_scale.highest
     worst = report.loss_scale.conflicts[0]
     assert (2.0**worst.log2_lowest, 2.0**worst.log2_highest) == (lowest, highest)
-    assert [other.id for other in report.findings if other.severity != "info" and (other.fix or other.code)] == [
-        "scale-window-empty"
-    ]
+    assert [other.id for other in graver_than_info(report) if other.fix or other.code] == ["scale-window-empty"]
 
 
 CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
@@ -1322,31 +1187,30 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("router-ties", "", 0, ties_softmax),
 )
 NAMES = {loop: name for name, loop in list(globals().items()) if callable(loop)}
-ids = [f"{case[0]}-{NAMES[case[3]]}" for case in CASES]
+each_case = pytest.mark.parametrize(
+    ("id", "module", "step", "loop"), CASES, ids=[f"{case[0]}-{NAMES[case[3]]}" for case in CASES]
+)
 
 
 def named(report: RangeReport, id: str) -> list[Finding]:
-    return [finding for finding in report.findings if finding.id == id and finding.severity != "info"]
+    return [finding for finding in graver_than_info(report) if finding.id == id]
 
 
 @pytest.mark.parametrize(("backoff", "is_fixed"), [(0.5, True), (0.5, False), (0.9, False)])
 def test_for_a_scaler_that_never_lowers_its_scale_update_is_suggested(backoff, is_fixed):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=backoff)
-    with Inspector(model) as inspector:
-        for x, y in batches(5):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = nn.functional.cross_entropy(model(x), y)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update(2.0**40 if is_fixed else None)
-    asked = [finding for finding in named(inspector.report(), "scale-too-high") if "scaler.update()" in finding.fix]
+    model, scaler = mlp(), cpu_scaler(2.0**40, backoff_factor=backoff)
+    optimizer = sgd(model, 1e-3)
+
+    def step_and_update(step):
+        scaler.step(optimizer)
+        scaler.update(2.0**40 if is_fixed else None)
+
+    report = train(model, optimizer, 5, scaler, autocast=torch.float16, update=step_and_update)
+    asked = [finding for finding in named(report, "scale-too-high") if "scaler.update()" in finding.fix]
     assert len(asked) == is_fixed
 
 
-@pytest.mark.parametrize(("id", "module", "step", "loop"), CASES, ids=ids)
+@each_case
 def test_each_fault_is_reported_with_its_module_and_step(id, module, step, loop):
     report = loop(True)
     assert contradictions(report) == []
@@ -1358,7 +1222,7 @@ def test_each_fault_is_reported_with_its_module_and_step(id, module, step, loop)
     compile(f"def run():\n  for batch, target in loader:\n    pass\n{indent(finding.code, '    ')}", "fix", "exec")
 
 
-@pytest.mark.parametrize(("id", "module", "step", "loop"), CASES, ids=ids)
+@each_case
 def test_each_loop_without_its_fault_has_no_such_finding(id, module, step, loop):
     report = loop(False)
     assert contradictions(report) == []
@@ -1370,24 +1234,15 @@ def quiet(report, id):
 
 
 def test_an_overflow_in_fp32_is_not_blamed_on_the_range_of_fp16():
-    def batch_of(step, x):
-        if step == 5:
-            x[3, 2] = 3e38
-        return x * 4
-
-    report = train(mlp(), batch_of=batch_of)
+    spoil = spoiled(3e38)
+    report = train(mlp(), batch_of=lambda step, x: spoil(step, x) * 4)
     assert report.session.events[0].step == 5
     quiet(report, "batch-beyond-float16")
 
 
 @pytest.mark.parametrize(("steps", "severity"), [(60, "warning"), (20, "error")])
 def test_rare_outliers_whose_steps_a_scaler_skips_are_a_warning(steps, severity):
-    def batch_of(step, x):
-        if step == 5:
-            x[3, 2] = 1e5
-        return x
-
-    report = train(mlp(), steps=steps, scaler=4.0, batch_of=batch_of, autocast=torch.float16)
+    report = train(mlp(), steps=steps, scaler=4.0, batch_of=spoiled(1e5), autocast=torch.float16)
     (finding,) = named(report, "batch-beyond-float16")
     assert (finding.severity, finding.evidence["rows"], finding.step) == (severity, ["3"], 5)
     assert "continue" in finding.code
@@ -1401,16 +1256,10 @@ def test_rare_outliers_whose_steps_a_scaler_skips_are_a_warning(steps, severity)
     ("broken", "further"), [((5,), None), ((5, 9), "1 further step"), (range(2, 40), "7 further steps")]
 )
 def test_only_steps_whose_batches_had_outliers_count_as_further_ones(broken, further):
-    def batch_of(step, x):
-        if step in broken:
-            x[3, 2] = 1e5
-        return x
-
     # Without a scaler the first one breaks the weights, and so all steps after it.
     scaler = None if further is None else 4.0
-    (finding,) = named(
-        train(mlp(), steps=40, scaler=scaler, batch_of=batch_of, autocast=torch.float16), "batch-beyond-float16"
-    )
+    report = train(mlp(), steps=40, scaler=scaler, batch_of=spoiled(1e5, broken), autocast=torch.float16)
+    (finding,) = named(report, "batch-beyond-float16")
     assert ("further" in finding.message) == (further is not None)
     assert further is None or f"The same holds for {further} among those examined." in finding.message
 
@@ -1420,13 +1269,17 @@ def test_for_a_row_of_zeros_in_fp32_no_cast_to_fp32_is_advised():
     assert "FP" not in finding.fix
 
 
-def test_a_loop_that_unscales_into_its_masters_needs_no_scaler():
-    def loss_of(model, x, y, step):
-        return nn.functional.cross_entropy(model(x).float(), y) * (1e6 if step == 5 else 1)
+def of_id(report, id):
+    """Return the only finding with this id, of any severity."""
+    (finding,) = [finding for finding in report.findings if finding.id == id]
+    return finding
 
+
+def test_a_loop_that_unscales_into_its_masters_needs_no_scaler():
     def is_finite(parameters, masters):
         return all(parameter.grad.isfinite().all() for parameter in parameters)
 
+    loss_of = multiplied(lambda step: 1e6 if step == 5 else 1)
     report = train_masters(torch.float16, scale=1024.0, loss_of=loss_of, before_step=is_finite)
     assert contradictions(report) == []
     assert "scaler-missing-in-float16" not in {finding.id for finding in report.findings}
@@ -1447,25 +1300,6 @@ def test_a_loss_times_a_power_of_two_is_scaled_by_hand_whatever_happens_to_the_m
     assert report.verdict.healthy is known
 
 
-def by_hand(scale_of, *, zero_first=False, known=True):
-    """Train with a loss scaled by hand, without the steps whose gradients are not finite."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with Inspector(model, optimizers=optimizer if known else None) as inspector:
-        for step, (x, y) in enumerate(batches(16)):
-            if zero_first:
-                optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                out = model(x)
-            optimizer.zero_grad()
-            (nn.functional.cross_entropy(out.float(), y) * scale_of(step)).backward()
-            if all(parameter.grad.isfinite().all() for parameter in model.parameters()):
-                for parameter in model.parameters():
-                    parameter.grad.div_(scale_of(step))
-                optimizer.step()
-    return inspector.report()
-
-
 @pytest.mark.parametrize("zero_first", [True, False])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("at", [0, 6])
@@ -1476,7 +1310,7 @@ def test_a_step_dropped_by_a_loop_that_scales_by_hand_is_reported_as_dropped(pow
     (event,) = report.events
     assert (event.step, event.what) == (at, "weight_gradient" if power == 21 else "activation_gradient")
     assert (event.story, event.skipped) == (DROPPED, True)
-    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    assert graver_than_info(report) == []
     assert (event.loss_scale, report.session.progress.scale_known) == (2.0**power, True)
     assert not named(report, "scaler-missing-in-float16")
     assert report.verdict.healthy is True
@@ -1485,38 +1319,35 @@ def test_a_step_dropped_by_a_loop_that_scales_by_hand_is_reported_as_dropped(pow
 
 def test_a_loop_with_a_hand_written_dynamic_scale_is_healthy_and_its_scale_is_known():
     report = by_hand(lambda step: 2.0 ** (8 + step // 3))
-    assert [finding for finding in report.findings if finding.severity != "info"] == []
+    assert graver_than_info(report) == []
     assert report.session.progress.scale_known
     assert [change.scale for change in report.session.progress.scales] == [2.0**power for power in range(8, 14)]
 
 
 def test_a_scale_that_is_no_power_of_two_is_recognised_by_the_division():
     report = by_hand(lambda step: 1000.0)
-    assert [finding for finding in report.findings if finding.severity != "info"] == []
-    (said,) = [finding for finding in report.findings if finding.id == "scaler-missing-in-float16"]
+    assert graver_than_info(report) == []
+    said = of_id(report, "scaler-missing-in-float16")
     assert "1000 times smaller" in said.message
 
 
 def test_gradients_averaged_by_hand_do_not_count_as_unscaled():
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model) as inspector:
-        for step, (x, y) in enumerate(batches(24)):
-            with torch.autocast("cpu", torch.float16):
-                loss = nn.functional.cross_entropy(model(x).float(), y)
-            loss.backward()
-            if step % 4 == 3:
-                for parameter in model.parameters():
-                    parameter.grad /= 4
-                optimizer.step()
-                optimizer.zero_grad()
-    assert named(inspector.report(), "scaler-missing-in-float16")
+    optimizer = sgd(model)
+
+    def average(step):
+        if step % 4 == 3:
+            for parameter in model.parameters():
+                parameter.grad /= 4
+            optimizer.step()
+            optimizer.zero_grad()
+
+    report = train(model, optimizer, 24, autocast=torch.float16, zero_grad=lambda step: None, update=average)
+    assert named(report, "scaler-missing-in-float16")
 
 
 def test_a_scale_at_which_no_step_was_taken_is_not_recommended():
-    model = mlp()
-    sums = lambda model, x, y, step: nn.functional.cross_entropy(model(x).float(), y, reduction="sum")  # noqa: E731
-    report = train(model, 1e-3, steps=4, scaler=2.0**24, autocast=torch.float16, loss_of=sums)
+    report = train(mlp(), 1e-3, steps=4, scaler=2.0**24, autocast=torch.float16, loss_of=summed)
     assert report.session.progress.skipped_steps == 4
     (said,) = named(report, "initial-scale-too-high")
     assert (said.evidence["settled"], said.evidence["at_most"]) == (None, 2.0**20)
@@ -1531,7 +1362,7 @@ def test_skipped_steps_are_summed_over_scalers_recreated_each_epoch():
     skipped = report.session.progress.skipped_steps
     assert said.evidence["skipped_steps"] == skipped > 16
     assert (said.evidence["restarts"], said.evidence["period"]) == ([8, 16, 24], 8)
-    assert "initial-scale-too-high" not in {finding.id for finding in report.findings}
+    assert "initial-scale-too-high" not in ids(report)
     assert not any("ithout a loss scale" in finding.fix for finding in report.findings)
 
 
@@ -1541,34 +1372,25 @@ def test_a_regulariser_that_always_overflows_is_reported_as_never_acting(first):
     (said,) = named(report, "overflow-recurs")
     assert (said.evidence["period"], said.evidence["steps"]) == (10, [first + 10 * time for time in range(4)])
     assert "never acts" in said.message
-    assert "initial-scale-too-high" not in {finding.id for finding in report.findings}
+    assert "initial-scale-too-high" not in ids(report)
 
 
 @pytest.mark.parametrize("unscaled", ["beside", "between", "two scalers"])
 def test_a_second_loss_with_another_scale_is_not_a_fall_of_the_first_scale(unscaled):
     """The second loss is unscaled, in the same step or in its own, or another scaler scales it."""
-    model, alone = mlp(), nn.Linear(4, 4)
-    both = nn.ModuleList([model, alone])
-    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in both]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**power) for power in (10, 6)]
+    both = nn.ModuleList([mlp(), nn.Linear(4, 4)])
+    optimizers = [sgd(each, 1e-3) for each in both]
+    scalers = [cpu_scaler(2.0**10), cpu_scaler(2.0**6) if unscaled == "two scalers" else None]
     with Inspector(both, optimizers=optimizers[:1] if unscaled == "between" else optimizers) as inspector:
         for step, (x, y) in enumerate(batches(16)):
             if unscaled != "between" or step % 2 == 0:
                 with torch.autocast("cpu", torch.float16):
-                    out = model(x)
+                    out = both[0](x)
                 take_step(optimizers[0], nn.functional.cross_entropy(out.float(), y), scalers[0])
             if unscaled != "between" or step % 2:
-                loss = nn.functional.cross_entropy(alone(x[:, :4]), y)
-                optimizers[1].zero_grad()
-                if unscaled == "two scalers":
-                    scalers[1].scale(loss).backward()
-                    scalers[1].step(optimizers[1])
-                    scalers[1].update()
-                else:
-                    loss.backward()
-                    optimizers[1].step()
+                take_step(optimizers[1], entropy(both[1], x[:, :4], y), scalers[1])
     report = inspector.report()
-    assert "scaler-shared" not in {finding.id for finding in report.findings}
+    assert "scaler-shared" not in ids(report)
     if unscaled != "two scalers":
         assert {change.scale for change in report.session.progress.scales} == {1024.0}
     assert report.verdict.healthy is True
@@ -1576,9 +1398,8 @@ def test_a_second_loss_with_another_scale_is_not_a_fall_of_the_first_scale(unsca
 
 def test_an_overflow_is_reported_with_the_scale_of_its_own_backward():
     """The last backward of the step has an unscaled loss."""
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    model, scaler = mlp(), cpu_scaler(2.0**30)
+    optimizer = sgd(model, 1e-3)
     with Inspector(model) as inspector:
         for x, y in batches(2):
             with torch.autocast("cpu", torch.float16):
@@ -1594,29 +1415,26 @@ def test_an_overflow_is_reported_with_the_scale_of_its_own_backward():
 @pytest.mark.parametrize("between", ["to none", "in place", "broken last", "replaced", "kept"])
 def test_a_step_counts_as_skipped_only_if_its_gradients_were_zeroed(between):
     model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with Inspector(model, optimizers=optimizer) as inspector:
         for step, (x, y) in enumerate(batches(4)):
             optimizer.zero_grad()
             if step == 2:
-                (nn.functional.cross_entropy(model(x), y) * math.inf).backward()
-                if between in ("to none", "in place"):
-                    optimizer.zero_grad(set_to_none=between == "to none")
-                elif between == "replaced":
+                (entropy(model, x, y) * math.inf).backward()
+                if between == "replaced":
                     for parameter in model.parameters():
                         parameter.grad.nan_to_num_(1.0, 1.0, -1.0)
-                elif between == "broken last":
-                    optimizer.zero_grad()
+                elif between != "kept":
+                    optimizer.zero_grad(set_to_none=between != "in place")
             factor = math.inf if (step, between) == (2, "broken last") else 1.0
-            (nn.functional.cross_entropy(model(x), y) * factor).backward()
+            (entropy(model, x, y) * factor).backward()
             optimizer.step()
     first = inspector.report().events[0]
     assert (first.step, bool(first.skipped)) == (2, between in ("to none", "in place"))
 
 
 def test_fp16_training_with_masters_and_no_loss_scale_needs_a_scaler():
-    report = train_masters(torch.float16)
-    assert named(report, "scaler-missing-in-float16")
+    assert named(train_masters(torch.float16), "scaler-missing-in-float16")
 
 
 @pytest.mark.parametrize(
@@ -1634,9 +1452,8 @@ def test_the_threshold_of_accumulation_losses_falls_with_the_number_of_micro_bat
     dtype, micro_batches, lost, is_found
 ):
     figures = {"lost": 1000 * lost, "nonzero": 1000.0, "all_lost": 1000 * lost, "all_nonzero": 1000.0}
-    measured = Measurement(
-        "accumulation", "0.weight", 2, {**figures, "micro_batches": float(micro_batches)}, text=dtype
-    )
+    figures["micro_batches"] = float(micro_batches)
+    measured = Measurement("accumulation", "0.weight", 2, figures, text=dtype)
     report = analyse(Session(progress=Progress(steps=3, backwards=3), measurements=(measured,)))
     assert [finding.id for finding in report.findings] == ["accumulation-lost"] * is_found
 
@@ -1661,10 +1478,8 @@ def test_each_group_frozen_by_a_name_prefix_is_listed():
     assert "right.2 is frozen, and with it right.20, right.21, right.22 (6 parameters)" in found.message
     assert found.code.startswith('if name.startswith(("left.1.", "right.1.", "right.2.")):')
     (found,) = _frozen_by_prefix("left.1")
-    assert (found.evidence["frozen"], found.code.splitlines()[0]) == (
-        ["1", *map(str, range(10, 20))],
-        'if name.startswith("left.1."):',
-    )
+    assert found.evidence["frozen"] == ["1", *map(str, range(10, 20))]
+    assert found.code.splitlines()[0] == 'if name.startswith("left.1."):'
 
 
 def test_frozen_blocks_without_an_ambiguous_prefix_are_not_a_finding():
@@ -1672,19 +1487,11 @@ def test_frozen_blocks_without_an_ambiguous_prefix_are_not_a_finding():
     assert not _frozen_by_prefix(*(f"left.{number}." for number in range(1, 23)))
 
 
-class _FeatureTable(nn.Module):
-    def __init__(self, tower):
-        super().__init__()
-        self.register_buffer("table", torch.randn(50, 8).half())
-        self.tower = nn.Linear(8, 8).half().requires_grad_(False) if tower else nn.Identity()
-
-    def forward(self, rows):
-        return self.tower(self.table[rows])
-
-
 @pytest.mark.parametrize("tower", [False, True])
 def test_frozen_modules_do_not_affect_the_gradients_precision(tower):
-    features = _FeatureTable(tower)
+    frozen = nn.Linear(8, 8).half().requires_grad_(False) if tower else nn.Identity()
+    features = Of(lambda self, rows: self.tower(self.table[rows]), tower=frozen)
+    features.register_buffer("table", torch.randn(50, 8).half())
     model = nn.Sequential(features, nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model[1:].parameters(), lr=1e-3)
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -1702,19 +1509,17 @@ def test_frozen_modules_do_not_affect_the_gradients_precision(tower):
 
 def test_a_module_that_never_ran_is_an_info_finding():
     model = nn.Sequential(*mlp(), nn.Linear(4, 4))
-    loss_of = lambda model, x, y, step: nn.functional.cross_entropy(model[:3](x), y)  # noqa: E731
-    report = train(model, loss_of=loss_of)
-    (said,) = [finding for finding in report.findings if finding.id == "gradients-missing"]
+    report = train(model, loss_of=lambda model, x, y, step: entropy(model[:3], x, y))
+    said = of_id(report, "gradients-missing")
     assert (said.severity, said.layer, report.verdict.healthy) == ("info", "3.weight", True)
     assert "did not run" in said.message
 
 
 def test_replaced_parameters_left_in_the_optimizer_are_always_reported():
-    (said,) = named(replaced_behind_the_optimizer(True), "parameters-not-optimized")
+    report = replaced_behind_the_optimizer(True)
+    (said,) = named(report, "parameters-not-optimized")
     assert "holds 2 tensors outside of the model that never got a gradient" in said.message
-    assert not {"gradients-zeroed", "gradients-missing"} & {
-        each.id for each in replaced_behind_the_optimizer(True).findings
-    }
+    assert not {"gradients-zeroed", "gradients-missing"} & ids(report)
 
 
 class Keeping(torch.optim.Optimizer):
@@ -1770,7 +1575,6 @@ class RoundingStochastically(torch.optim.Adam):
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("draws", [False, True])
 def test_an_optimizer_that_rounds_stochastically_loses_no_updates(draws, closure):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 4)).bfloat16()
     optimizer = RoundingStochastically(model.parameters(), draws)
 
@@ -1911,20 +1715,8 @@ def test_a_single_weight_stored_in_16_bits_is_named():
 
 
 def test_a_shared_scaler_whose_scale_settled_early_is_an_info_finding():
-    model, other = mlp(), mlp()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
-    theirs = torch.optim.SGD(other.parameters(), lr=1e-9)
-
-    def second(step):
-        scaler.unscale_(optimizer)
-        theirs.zero_grad()
-        for parameter in other.parameters():
-            parameter.grad = torch.full_like(parameter, torch.inf if step < 4 else 1.0)
-        scaler.step(theirs)
-
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = train(model, optimizer, steps=20, scaler=scaler, autocast=torch.float16, before_step=second)
-    (said,) = [finding for finding in report.findings if finding.id == "scaler-shared"]
+    report = shared_scaler(True, 2.0**14, steps=20, overflowing=range(4))
+    said = of_id(report, "scaler-shared")
     assert (said.severity, said.fix, report.verdict.healthy) == ("info", "", True)
 
 
@@ -1948,18 +1740,6 @@ CHOICES = {
 }
 
 
-class Choosing(nn.Module):
-    """Weighs its input by scores in BF16 that an operator chooses."""
-
-    def __init__(self, choose):
-        super().__init__()
-        self.choose, self.gate, self.out = choose, nn.Linear(8, 64), nn.Linear(8, 4)
-
-    def forward(self, x):
-        scores = torch.sigmoid((0.3 * self.gate(x) + 3).bfloat16())
-        return self.out(x * self.choose(scores).float().sum(-1, keepdim=True))
-
-
 def test_nans_before_a_softmax_are_not_attributed_to_a_mask():
     assert not named(zero_weight(True), "mask-hides-whole-row")
 
@@ -1967,7 +1747,7 @@ def test_nans_before_a_softmax_are_not_attributed_to_a_mask():
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES.keys())
 def test_operators_other_than_a_choice_of_the_largest_have_no_router_ties(choose):
     torch.manual_seed(7)
-    model = Choosing(choose)
+    model = router(lambda scores: choose(torch.sigmoid((0.3 * scores + 3).bfloat16())), experts=64)
     quiet(train(model, second=[0]), "router-ties")
 
 
@@ -1975,24 +1755,16 @@ def test_operators_other_than_a_choice_of_the_largest_have_no_router_ties(choose
     not hasattr(torch._C._autograd.SavedTensor, "unpack_hook"), reason="this torch does not tell what hooks have packed"
 )
 def test_reading_the_graph_does_not_recompute_checkpoints():
-    calls = []
+    calls, layer = [], nn.Linear(8, 8)
 
-    class Counted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(8, 8)
-
-        def forward(self, x):
-            calls.append(1)
-            return torch.sqrt(torch.exp(self.lin(x) * torch.ones(32, 8)) + 1)
-
-    model = nn.Sequential(Counted(), nn.Linear(8, 4))
+    def counted(x):
+        calls.append(1)
+        return torch.sqrt(torch.exp(layer(x) * torch.ones(32, 8)) + 1)
 
     def loss_of(model, x, y, step):
-        made = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=False)
-        return nn.functional.cross_entropy(model[1](made), y)
+        return entropy(model[1], torch.utils.checkpoint.checkpoint(counted, x, use_reentrant=False), y)
 
-    train(model, steps=5, loss_of=loss_of)
+    train(nn.Sequential(layer, nn.Linear(8, 4)), steps=5, loss_of=loss_of)
     assert len(calls) == 2 * 5
 
 
@@ -2037,10 +1809,6 @@ def _none_where_infinite(parameters, masters):
     return True
 
 
-def _once_overflowing(model, x, y, step):
-    return nn.functional.cross_entropy(model(x).float(), y) * (1e6 if step == 3 else 1)
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -2058,18 +1826,15 @@ def _once_overflowing(model, x, y, step):
         {"before_step": _damped},
         {"before_step": _damped, "zero_masters": "by overwriting"},
         # After an overflow the optimizer steps without gradients.
-        {"dtype": torch.float16, "loss_of": _once_overflowing, "before_step": _none_where_infinite, "loss_scale": 1.0},
+        {"dtype": torch.float16, "loss_of": once_overflowing, "before_step": _none_where_infinite, "loss_scale": 1.0},
     ],
     ids=lambda how: ", ".join(f"{name}={getattr(value, '__name__', value)}" for name, value in how.items()) or "plain",
 )
 def test_healthy_loops_with_masters_have_no_finding_about_gradients(how):
     report = train_masters(**how)
     assert contradictions(report) == []
-    accused = [
-        finding for finding in report.findings if finding.id.startswith(("gradients-", "unscale", "parameters-"))
-    ]
-    assert not accused, [str(finding) for finding in accused]
-    assert "never-fired" not in {finding.id for finding in report.findings}
+    accused = {id for id in ids(report) if id.startswith(("gradients-", "unscale", "parameters-", "never-fired"))}
+    assert not accused, [str(finding) for finding in report.findings if finding.id in accused]
     reasons = {(kind, reason) for _, kind, reason in report.coverage.never_fired}
     assert reasons == {("update", "the optimizer steps masters, copies of the weights")}
 
@@ -2099,27 +1864,21 @@ class OwnMasters(torch.optim.SGD):
 def test_gradients_that_an_optimizer_gives_its_masters_within_its_step_are_not_lost(overwrites):
     model = mlp(torch.bfloat16)
     optimizer = OwnMasters(model.parameters(), overwrites)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for x, y in batches(20, torch.bfloat16):
-            nn.functional.cross_entropy(model(x).float(), y).backward()
-            optimizer.step()
-    assert [finding.id for finding in inspector.report().findings if finding.severity != "info"] == []
+    options = {"optimizers": optimizer, "zero_grad": lambda step: None}
+    assert graver_than_info(train(model, optimizer, 20, dtype=torch.bfloat16, **options)) == []
 
 
 def test_the_output_of_a_model_whose_update_broke_it_is_not_the_batch_of_another_one():
     maker, judge = mlp(), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (maker, judge)]
-    with Inspector(maker, optimizers=optimizers[0]), Inspector(judge, optimizers=optimizers[1]) as inspector:
+    of_maker, of_judge = sgd(maker, 0.01), sgd(judge, 0.01)
+    with Inspector(maker, optimizers=of_maker), Inspector(judge, optimizers=of_judge) as inspector:
         for step, (x, _) in enumerate(batches(8)):
-            for model, given in ((judge, maker(x).detach() * 2), (maker, x)):
-                optimizer = optimizers[model is judge]
-                optimizer.zero_grad()
-                model(given).square().mean().backward()
-                optimizer.step()
+            take_step(of_judge, judge(maker(x).detach() * 2).square().mean())
+            take_step(of_maker, maker(x).square().mean())
             if step == 3:
                 with torch.no_grad():
                     maker[0].bias[1] = math.inf
-    assert "batch-not-finite" not in {finding.id for finding in inspector.report().findings}
+    assert "batch-not-finite" not in ids(inspector.report())
 
 
 @pytest.mark.parametrize("is_inspected", [True, False])
@@ -2139,7 +1898,7 @@ def test_a_loss_that_another_models_weights_break_is_not_this_models(is_inspecte
     # The step without an update goes on with the next backward.
     assert (found.severity, found.step) == ("warning", 3)
     assert ("Linear" if is_inspected else "not inspected") in found.message
-    assert {each.id for each in inspector.report().findings if each.severity != "info"} == {found.id}
+    assert {each.id for each in graver_than_info(inspector.report())} == {found.id}
 
 
 @pytest.mark.parametrize("precision", ["bf16-master", "fp16-master"])
@@ -2147,7 +1906,7 @@ def test_a_loss_that_another_models_weights_break_is_not_this_models(is_inspecte
 def test_training_with_mixed_precision_has_no_finding(precision, micro_batches):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = sgd(model, 0.05)
     mixed = MixedPrecision(model, optimizer, precision, "dynamic" if precision == "fp16-master" else None)
     with Inspector(model, optimizers=optimizer) as inspector:
         for x, y in batches(24):
@@ -2160,8 +1919,8 @@ def test_training_with_mixed_precision_has_no_finding(precision, micro_batches):
             mixed.clip_grad_norm_(0.01)
             mixed.step()
     report = inspector.report()
-    assert not [str(finding) for finding in report.findings if finding.severity != "info"]
-    assert not {"never-fired", "parameters-not-optimized"} & {finding.id for finding in report.findings}
+    assert graver_than_info(report) == []
+    assert not {"never-fired", "parameters-not-optimized"} & ids(report)
     # BatchNorm's weights have no masters.
     assert {name for name, kind, _ in report.coverage.never_fired} == {"0.weight", "0.bias", "3.weight", "3.bias"}
     assert "on FP32 masters" in report.verdict.precision
@@ -2172,38 +1931,26 @@ def test_weights_without_a_master_are_not_optimized():
     masters = [parameter.detach().clone().float().requires_grad_() for parameter in model[0].parameters()]
     optimizer = torch.optim.SGD(masters, lr=0.05)
 
-    def copy_gradients(step):
+    @torch.no_grad()
+    def step_masters(step):
         for parameter, master in zip(model[0].parameters(), masters, strict=True):
             master.grad = parameter.grad.float()
-
-    @torch.no_grad()
-    def copy_masters(step):
+        optimizer.step()
         for parameter, master in zip(model[0].parameters(), masters, strict=True):
             parameter.copy_(master)
 
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step, (x, y) in enumerate(batches(8, torch.bfloat16)):
-            model.zero_grad()
-            nn.functional.cross_entropy(model(x).float(), y).backward()
-            copy_gradients(step)
-            optimizer.step()
-            copy_masters(step)
-    assert [finding.layer for finding in inspector.report().findings if finding.id == "parameters-not-optimized"] == [
-        "2.weight"
-    ]
+    options = {"optimizers": optimizer, "zero_grad": lambda step: model.zero_grad(), "update": step_masters}
+    report = train(model, optimizer, 8, dtype=torch.bfloat16, **options)
+    assert of_id(report, "parameters-not-optimized").layer == "2.weight"
 
 
 def test_unrelated_tensors_in_the_optimizer_are_not_masters():
     model = mlp(torch.bfloat16)
     others = [torch.randn(parameter.shape, requires_grad=True) for parameter in model.parameters()]
     optimizer = torch.optim.SGD(others, lr=0.05)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for x, y in batches(8, torch.bfloat16):
-            model.zero_grad()
-            nn.functional.cross_entropy(model(x).float(), y).backward()
-            optimizer.step()
-    accused = [finding.id for finding in inspector.report().findings if finding.id.startswith(("gradients-", "param"))]
-    assert not accused
+    options = {"optimizers": optimizer, "zero_grad": lambda step: model.zero_grad()}
+    report = train(model, optimizer, 8, dtype=torch.bfloat16, **options)
+    assert not [id for id in ids(report) if id.startswith(("gradients-", "param"))]
 
 
 def test_masters_are_matched_to_weights_in_any_order():
@@ -2247,17 +1994,16 @@ def test_an_error_while_finding_masters_does_not_stop_the_training(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but:UserWarning")
 @pytest.mark.parametrize(
-    ("settings", "said", "code"),
+    ("device", "said", "code"),
     [
-        ({"device": "cuda", "enabled": False}, "made for cuda, the default of torch.amp.GradScaler(), and", '("cpu"'),
-        ({"device": "xpu", "enabled": False}, "made for xpu, and the model is on cpu", '("cpu"'),
-        ({"device": "cpu", "enabled": False}, "its GradScaler is disabled: its scale() returns", "enabled=True"),
+        ("cuda", "made for cuda, the default of torch.amp.GradScaler(), and", '("cpu"'),
+        ("xpu", "made for xpu, and the model is on cpu", '("cpu"'),
+        ("cpu", "its GradScaler is disabled: its scale() returns", "enabled=True"),
     ],
-    ids=["cuda", "xpu", "option"],
 )
-def test_a_disabled_scaler_in_fp16_is_named(settings, said, code):
-    model = mlp()
-    report = train(model, 1e-3, scaler=torch.amp.GradScaler(**settings), autocast=torch.float16)
+def test_a_disabled_scaler_in_fp16_is_named(device, said, code):
+    scaler = torch.amp.GradScaler(device, enabled=False)
+    report = train(mlp(), 1e-3, scaler=scaler, autocast=torch.float16)
     assert contradictions(report) == []
     (finding,) = named(report, "scaler-missing-in-float16")
     assert said in finding.message
@@ -2267,9 +2013,8 @@ def test_a_disabled_scaler_in_fp16_is_named(settings, said, code):
 
 
 def test_a_disabled_scaler_in_bf16_is_not_a_finding():
-    model = mlp()
-    report = train(model, 1e-3, scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=torch.bfloat16)
-    assert report.verdict.healthy is True
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    assert train(mlp(), 1e-3, scaler=scaler, autocast=torch.bfloat16).verdict.healthy is True
 
 
 def test_left_over_nans_of_a_loop_without_a_scaler_are_not_said_to_stop_the_steps():
@@ -2278,8 +2023,7 @@ def test_left_over_nans_of_a_loop_without_a_scaler_are_not_said_to_stop_the_step
 
     def finding(*left_over, skipped):
         event = Event(3, 0, "backward", "0", "weight_gradient", "0.weight", "nan", skipped=skipped, forward_finite=True)
-        report = train(mlp(), steps=3)
-        records = replace(report.session, measurements=left_over, events=(event,))
+        records = replace(train(mlp(), steps=3).session, measurements=left_over, events=(event,))
         return named(analyse(records), "gradients-never-zeroed")[0]
 
     broken = left(4, largest=0.0, not_finite=4)

@@ -9,7 +9,6 @@ import pathlib
 import random
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from typing import Any
 import made_sessions as made
 import pytest
 import torch
+from together import together
 from trainings import take_step
 
 import mpinspect
@@ -204,9 +204,7 @@ def test_no_record_is_lost_if_any_call_fails_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_steady")
-def test_the_first_lost_step_is_named_if_the_disk_fails_permanently(
-    tmp_path: Path,
-) -> None:
+def test_the_first_lost_step_is_named_if_the_disk_fails_permanently(tmp_path: Path) -> None:
     (tmp_path / "calls").mkdir()
     with Disk(tmp_path / "calls").failing() as calls:
         whole, _ = recorded(tmp_path / "calls" / "run")
@@ -378,27 +376,6 @@ def test_the_session_file_has_priority_on_a_full_disk_and_names_lost_steps(freed
 
 
 # -- several runs at once ---------------------------------------------------------------------------------------------------
-
-
-def together(count: int, work: Callable[[int], Any]) -> list[Any]:
-    """Run ``work`` on threads that start together, and return the results."""
-    barrier, made_by = threading.Barrier(count), [None] * count
-
-    def run(number: int) -> None:
-        barrier.wait()
-        made_by[number] = work(number)
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(before)
-    return made_by
 
 
 @pytest.mark.usefixtures("_steady")

@@ -98,25 +98,25 @@ def test_a_model_that_becomes_wider_is_not_a_finding():
     assert named(report, "model-converted") == []
 
 
-def test_a_second_phase_with_an_optimizer_of_its_own_is_not_a_finding():
+def in_two_phases(optimizer_of):
+    """Train in FP32, then in BF16, with an optimizer each."""
     model = mlp()
     with Inspector(model) as inspector:
         for dtype in (torch.float32, torch.bfloat16):
-            optimizer = sgd(model.to(dtype))
+            optimizer = optimizer_of(model.to(dtype))
             for _ in range(6):
                 take_step(optimizer, model(torch.randn(16, 8).to(dtype)).float().square().mean())
-    assert named(inspector.report(), "model-converted") == []
+    return inspector.report()
+
+
+def test_a_second_phase_with_an_optimizer_of_its_own_is_not_a_finding():
+    assert named(in_two_phases(sgd), "model-converted") == []
 
 
 def test_a_cast_between_two_optimizers_is_told_where_the_narrow_states_are():
     """As an evaluation in 16 bits between two stages leaves the model."""
-    model = mlp()
-    with Inspector(model) as inspector:
-        for dtype in (torch.float32, torch.bfloat16):
-            optimizer = torch.optim.AdamW(model.to(dtype).parameters(), lr=1e-3)
-            for _ in range(6):
-                take_step(optimizer, model(torch.randn(16, 8).to(dtype)).float().square().mean())
-    (finding,) = named(inspector.report(), "moments-cannot-decay")
+    report = in_two_phases(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
+    (finding,) = named(report, "moments-cannot-decay")
     assert "Until step 5 an optimizer stepped 4 of the weights in FP32: code before step 6 converted" in finding.message
 
 

@@ -13,11 +13,13 @@ import launched
 import pytest
 import torch
 from agreeing_reports import analyse
+from models import Of
 from torch import nn
-from trainings import inspected, take_step
+from trainings import cpu_scaler, inspected, sgd, take_step
 
 from mpinspect import Inspector, Session
 from mpinspect.ranges.analysis.first_line import first_line
+from mpinspect.ranges.analysis.report import RangeReport
 from mpinspect.ranges.faults.registry import what_broke
 from mpinspect.ranges.records import BrokenLoss, recorded
 from mpinspect.reporting.finding import Finding
@@ -44,11 +46,30 @@ def _trained(
     """Train with a loss that is broken in one step."""
     model = _network() if model is None else model
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
-    with Inspector(model, optimizers=optimizer, **options) as inspector:
-        for step in range(steps):
-            loss = model(torch.ones(3, 4)).square().mean()
-            take_step(optimizer, broken(loss) if step == broken_at else loss)
-    return inspector
+
+    def loss_of(step: int) -> torch.Tensor:
+        loss = model(torch.ones(3, 4)).square().mean()
+        return broken(loss) if step == broken_at else loss
+
+    return inspected(model, loss_of, steps, optimizer=optimizer, **options)
+
+
+def _passing_on() -> nn.Sequential:
+    """Return a model of one layer whose outputs are its inputs."""
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.eye_(layer.weight)
+    return nn.Sequential(layer)
+
+
+def _operators(inspector: Inspector) -> list[str]:
+    return [str(each.evidence.get("operator")) for each in inspector.report().findings]
+
+
+def _cause(inspector: Inspector, step: int, layer: str = "") -> Finding:
+    """Return the first finding, which is an argument out of range in this step."""
+    cause = inspector.report().findings[0]
+    assert (cause.id, cause.severity, cause.step, cause.layer) == ("argument-out-of-range", "error", step, layer)
+    return cause
 
 
 def _the_finding(inspector: Inspector) -> Finding:
@@ -62,7 +83,7 @@ def _the_finding(inspector: Inspector) -> Finding:
 def _left_out(ends: str, broken_at: int = 3, steps: int = 5, made: str = "loss") -> Inspector:
     """Train with a logarithm of zero in one step, whose backward the loop leaves out: it raises, breaks or continues."""
     model = _network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with contextlib.suppress(ValueError), Inspector(model, optimizers=optimizer) as inspector:
         for step in range(steps):
             zero = 0.0 if step == broken_at else 1.0
@@ -86,16 +107,14 @@ def test_a_loss_that_the_loop_leaves_out_is_an_event_with_its_operator(ends: str
     inspector = _left_out(ends, made=made)
     (event,) = inspector.session().events
     assert (event.step, event.phase, event.what, event.value) == (3, "forward", "loss", "inf")
-    cause = inspector.report().findings[0]
-    assert (cause.id, cause.step) == ("argument-out-of-range", 3)
-    assert cause.evidence["operator"].startswith("a logarithm of zero")
+    assert _cause(inspector, 3).evidence["operator"].startswith("a logarithm of zero")
     assert not any("broke off" in note for note in inspector.session().notes)
 
 
 @pytest.mark.parametrize("ends", ["the loop's function", "the step's function", "the step's function, then raises"])
 def test_a_loss_of_a_function_that_returns_without_a_backward_is_found(ends: str) -> None:
     model = _network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
 
     def step(number: int) -> bool:
         loss = ((model(torch.ones(3, 4)) * 0 + float(number != 3)).log()).mean()
@@ -119,12 +138,12 @@ def test_a_loss_of_a_function_that_returns_without_a_backward_is_found(ends: str
                 raise ValueError("a step has failed")
     (event,) = inspector.session().events
     assert (event.step, event.phase, event.what, event.value) == (3, "forward", "loss", "inf")
-    assert inspector.report().findings[0].evidence["operator"].startswith("a logarithm of zero")
+    assert _cause(inspector, 3).evidence["operator"].startswith("a logarithm of zero")
 
 
 def test_a_functions_variables_are_kept_only_until_the_backward_or_the_next_forward() -> None:
     model = _network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
 
     class Batch:
         """A variable of the loop."""
@@ -152,7 +171,7 @@ def test_a_functions_variables_are_kept_only_until_the_backward_or_the_next_forw
 def test_a_loss_of_gradients_that_the_loop_leaves_out_is_found() -> None:
     """Forces are an energy's gradients: their own backward has run, the loss's has not."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with Inspector(model, optimizers=optimizer) as inspector:
         for step in range(6):
             place = torch.ones(3, 4) * (0.0 if step in (2, 3) else 1.0)
@@ -164,8 +183,7 @@ def test_a_loss_of_gradients_that_the_loop_leaves_out_is_found() -> None:
                 take_step(optimizer, loss)
     (event,) = inspector.session().events
     assert (event.step, event.what, event.value) == (2, "loss", "nan")
-    cause = inspector.report().findings[0]
-    assert cause.evidence["operator"].startswith("a square root of zero")
+    assert _operators(inspector)[0].startswith("a square root of zero")
 
 
 def test_a_loss_in_the_first_step_is_found_without_any_backward() -> None:
@@ -176,7 +194,7 @@ def test_a_loss_in_the_first_step_is_found_without_any_backward() -> None:
 
 def test_finite_losses_and_those_of_other_models_are_no_events() -> None:
     model, other = _network(), _network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(3):
             beside = other(torch.ones(3, 4)).mean() * math.inf
@@ -210,28 +228,22 @@ def test_weights_that_broke_without_a_watch_are_an_error(tmp_path: Path) -> None
 
 def test_weights_that_broke_in_a_step_unwatched_under_a_budget_are_an_error() -> None:
     model = _network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer, max_overhead=0.02) as inspector:
-        for _ in range(5):
-            take_step(optimizer, model(torch.ones(3, 4)).square().mean())
-        with torch.no_grad():
+
+    def breaks(step: int) -> None:
+        if step == 4:
             model[2].bias.fill_(math.inf)
+
+    inspector = _trained(5, model=model, max_overhead=0.02, after_step=breaks)
     finding = _the_finding(inspector)
     assert "'2.bias' held an inf; 1 of 4 parameters are not finite" in finding.message
-    assert (
-        f"the watch checked {inspector.session().progress.watched_steps} of 5 steps, since its time was limited"
-        in finding.message
-    )
+    watched = f"the watch checked {inspector.session().progress.watched_steps} of 5 steps, since its time was limited"
+    assert watched in finding.message
 
 
 def test_weights_broken_by_the_learning_rate_are_reported() -> None:
     model = _network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        (model(torch.ones(3, 4)).square().mean() * 1000).backward()
-        # Near FP32's maximum; the gradients are larger than 1.
-        optimizer.param_groups[0]["lr"] = 3e38
-        optimizer.step()
+    # Near FP32's maximum; the gradients are larger than 1.
+    inspector = inspected(model, lambda step: model(torch.ones(3, 4)).square().mean() * 1000, 1, lr=3e38)
     finding = _the_finding(inspector)
     assert "every value that the watch read in the steps taken was finite" in finding.message
     assert "learning rate" in finding.fix
@@ -239,38 +251,31 @@ def test_weights_broken_by_the_learning_rate_are_reported() -> None:
 
 def test_weights_that_broke_with_finite_gradients_are_reported_with_other_infinities() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step in range(3):
-            if step == 1:
-                with torch.no_grad():
-                    model[0].weight[0, 0] = math.inf
-            optimizer.zero_grad()
-            # tanh of an infinity is 1, and its gradient is zero.
-            model(torch.ones(3, 4)).square().mean().backward()
-            optimizer.step()
+
+    def breaks(step: int) -> None:
+        if step == 0:
+            model[0].weight[0, 0] = math.inf
+
+    # tanh of an infinity is 1, and its gradient is zero.
+    inspector = _trained(3, model=model, after_step=breaks)
     seen = "in the steps taken was finite, except in step 1, where the activation of '0' (Linear) held an inf"
     assert [seen in each.message for each in inspector.report().findings if each.severity == "error"] == [True]
 
 
 def test_broken_weights_are_not_reported_again_after_an_event_of_a_step() -> None:
-    inspector = _trained(broken_at=4)
-    assert [(event.phase, event.what) for event in inspector.session().events] == [
-        ("forward", "loss"),
-        ("forward", "activation"),
-    ]
+    told = [(event.phase, event.what) for event in _trained(broken_at=4).session().events]
+    assert told == [("forward", "loss"), ("forward", "activation")]
 
 
 def test_broken_weights_are_reported_after_a_harmless_event() -> None:
     model = _network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step in range(2):
-            take_step(optimizer, model(torch.ones(3, 4)).mean() * (math.inf if step == 0 else 1.0), scaler)
-        with torch.no_grad():
+
+    def breaks(step: int) -> None:
+        if step == 1:
             model[2].bias.fill_(math.nan)
-    events = inspector.session().events
+
+    options = {"broken_at": 0, "broken": lambda loss: loss * math.inf, "scaler": cpu_scaler(2.0)}
+    events = _trained(2, model=model, after_step=breaks, **options).session().events
     assert (events[0].skipped, events[-1].phase, events[-1].tensor) == (True, "end", "2.bias")
 
 
@@ -287,16 +292,12 @@ def test_finite_weights_and_frozen_weights_are_not_an_event() -> None:
 
 
 def test_weights_infinite_from_the_start_or_uninitialized_are_not_an_event() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.never_called = nn.Linear(4, 1), nn.LazyLinear(3)
-            self.mask = nn.Parameter(torch.full((4,), -math.inf))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x)
-
-    model = Masked()
+    model = Of(
+        lambda self, x: self.layer(x),
+        layer=nn.Linear(4, 1),
+        never_called=nn.LazyLinear(3),
+        mask=nn.Parameter(torch.full((4,), -math.inf)),
+    )
     optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
     with Inspector(model, optimizers=optimizer, watch=False) as inspector:
         model(torch.ones(2, 4)).sum().backward()
@@ -373,9 +374,8 @@ def _ctc(step: int, output: torch.Tensor) -> torch.Tensor:
     """Return a CTC loss of two samples of 8 frames; in every fifth step the second has 9 labels."""
     log_probabilities = output.float().view(2, 8, 3).log_softmax(-1).transpose(0, 1)
     lengths = torch.tensor([2, 9 if step % 5 == 3 else 3])
-    return nn.functional.ctc_loss(
-        log_probabilities, torch.tensor([[1, 2] * 5] * 2)[:, :9], torch.tensor([8, 8]), lengths
-    )
+    labels = torch.tensor([[1, 2] * 5] * 2)[:, :9]
+    return nn.functional.ctc_loss(log_probabilities, labels, torch.tensor([8, 8]), lengths)
 
 
 def _dice(step: int, output: torch.Tensor) -> torch.Tensor:
@@ -397,15 +397,13 @@ def _scaled(
     with torch.no_grad():
         model[0].weight.fill_(-1.0)
         model[2].weight.fill_(0.1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step in range(16):
-            with torch.autocast("cpu", torch.float16):
-                output = model(torch.full((16, 4), 6e4) if large(step) else torch.randn(16, 4))
-                loss = loss_of(step, output)
-            take_step(optimizer, loss, scaler)
-    return inspector
+
+    def loss(step: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            output = model(torch.full((16, 4), 6e4) if large(step) else torch.randn(16, 4))
+            return loss_of(step, output)
+
+    return inspected(model, loss, 16, lr=1e-3, scaler=cpu_scaler(16.0))
 
 
 def test_a_loss_that_its_targets_make_infinite_is_not_an_overflow_of_fp16() -> None:
@@ -414,8 +412,7 @@ def test_a_loss_that_its_targets_make_infinite_is_not_an_overflow_of_fp16() -> N
     assert {(event.what, event.dtype) for event in session.events} == {("loss", "float32")}
     broken = next(each for each in recorded(session.measurements, BrokenLoss) if each.step == 3)
     assert (broken.names, broken.text, broken.in_half) == (("CtcLoss",), "float32", False)
-    cause, *others = report.findings
-    assert (cause.id, cause.severity, cause.step) == ("argument-out-of-range", "error", 3)
+    cause, others = _cause(inspector, 3), report.findings[1:]
     assert cause.evidence["operator"] == "a CTC loss of a target longer than its input"
     assert cause.evidence["rows"] == ["1"]
     assert {finding.severity for finding in others} == {"info"}
@@ -425,29 +422,25 @@ def test_a_loss_that_its_targets_make_infinite_is_not_an_overflow_of_fp16() -> N
     unexplained = dataclasses.replace(session, measurements=(broken.measurement(),))
     fallen = next(each for each in analyse(unexplained).findings if each.id == "non-finite-event")
     assert "(autograd's CtcLoss, in FP32)" in fallen.message
-    assert fallen.fix.startswith(
-        "Look at the loss function (autograd's CtcLoss, in FP32), and at the targets of step 3."
-    )
+    place = "the loss function (autograd's CtcLoss, in FP32), and at the targets of step 3."
+    assert fallen.fix.startswith(f"Look at {place}")
     assert "65504" not in fallen.fix + fallen.code
 
 
 def test_a_ctc_loss_of_impossible_labels_is_not_attributed_to_long_targets() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer) as inspector:
+    model, lengths = nn.Linear(4, 3), (torch.tensor([8, 8]), torch.tensor([2, 2]))
+
+    def loss(step: int) -> torch.Tensor:
         scores = model(torch.ones(8, 2, 4)).log_softmax(-1).masked_fill(torch.tensor([False, True, False]), -math.inf)
-        nn.functional.ctc_loss(
-            scores, torch.tensor([[1, 2], [1, 2]]), torch.tensor([8, 8]), torch.tensor([2, 2])
-        ).backward()
-        optimizer.step()
-    session = inspector.session()
+        return nn.functional.ctc_loss(scores, torch.tensor([[1, 2], [1, 2]]), *lengths)
+
+    session = inspected(model, loss, 1).session()
     assert next(recorded(session.measurements, BrokenLoss)).names == ("CtcLoss",)
     assert not any("CTC" in each.text for each in session.measurements)
 
 
 def test_a_loss_that_overflows_in_fp16_is_named_in_the_fix() -> None:
-    report = _scaled(_dice).report()
-    fallen = report.findings[0]
+    fallen = _scaled(_dice).report().findings[0]
     assert (fallen.id, fallen.step, fallen.layer) == ("non-finite-event", 3, "")
     assert "the loss function (autograd's Div of Sum of" in fallen.fix
     assert "the model" not in fallen.fix
@@ -469,76 +462,55 @@ def test_a_logarithm_of_an_overflowed_value_is_not_a_cause() -> None:
     assert (fallen.id, "65504" in fallen.fix + fallen.code) == ("non-finite-event", False)
 
 
+def _mask() -> torch.Tensor:
+    """Return a mask of the last columns of row 2."""
+    mask = torch.zeros(5, 6, dtype=torch.bool)
+    mask[2, 4:] = True
+    return mask
+
+
 @pytest.mark.parametrize("operator", ["division", "product"])
 def test_a_parameter_multiplied_by_a_masks_infinity_is_named(operator: str) -> None:
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.temperature = nn.Linear(4, 6), nn.Parameter(torch.tensor(0.5))
+    def forward(self: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = self.layer(x).masked_fill(mask, -math.inf)
+        return scores / self.temperature if operator == "division" else self.temperature * scores
 
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            scores = self.layer(x).masked_fill(mask, -math.inf)
-            return scores / self.temperature if operator == "division" else self.temperature * scores
+    model = Of(forward, layer=nn.Linear(4, 6), temperature=nn.Parameter(torch.tensor(0.5)))
 
-    model = Scores()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step in range(4):
-            mask = torch.zeros(5, 6, dtype=torch.bool)
-            mask[2, 4:] = step >= 2
-            take_step(
-                optimizer, nn.functional.cross_entropy(model(torch.randn(5, 4), mask), torch.zeros(5, dtype=torch.long))
-            )
-    cause, *others = inspector.report().findings
-    assert (cause.id, cause.severity, cause.step) == ("argument-out-of-range", "error", 2)
+    def loss(step: int) -> torch.Tensor:
+        scores = model(torch.randn(5, 4), _mask() if step >= 2 else torch.zeros(5, 6, dtype=torch.bool))
+        return nn.functional.cross_entropy(scores, torch.zeros(5, dtype=torch.long))
+
+    inspector = inspected(model, loss, 4)
+    cause = _cause(inspector, 2)
     assert cause.evidence["operator"].startswith(f"a {operator} of an infinity")
     assert cause.evidence["operator"].endswith("the parameter 'temperature'")
     assert cause.evidence["rows"] == ["2"]
-    assert {finding.severity for finding in others} == {"info"}
+    assert {finding.severity for finding in inspector.report().findings[1:]} == {"info"}
 
 
 def test_a_masks_infinity_without_a_non_finite_gradient_is_not_a_cause() -> None:
     model = nn.Linear(4, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mask = torch.zeros(5, 6, dtype=torch.bool)
-    mask[2, 4:] = True
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for _ in range(3):
-            scores = model(torch.randn(5, 4)).masked_fill(mask, -math.inf) / 0.5
-            take_step(optimizer, nn.functional.cross_entropy(scores, torch.zeros(5, dtype=torch.long)))
-    assert inspector.report().verdict.healthy
+
+    def loss(step: int) -> torch.Tensor:
+        scores = model(torch.randn(5, 4)).masked_fill(_mask(), -math.inf) / 0.5
+        return nn.functional.cross_entropy(scores, torch.zeros(5, dtype=torch.long))
+
+    assert inspected(model, loss, 3).report().verdict.healthy
 
 
 def test_an_infinity_that_an_exponential_makes_is_not_taken_for_a_masks() -> None:
     """It is divided by its sum: the NaN is of another class than the target, so that the loss is finite."""
+    model = nn.Linear(4, 6)
+    nn.init.constant_(model.bias, 1.0)
 
-    class Weights(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 6)
+    def loss(step: int) -> torch.Tensor:
+        factors = torch.tensor([1.0, 1, 1, 1, 1, 400.0 if step == 2 else 1.0])
+        weights = (model(torch.rand(5, 4)) * factors).half().exp()
+        shares = (weights / weights.sum(-1, keepdim=True)).float()
+        return -(shares[:, :2] + 1e-6).log().mean()
 
-        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-            weights = (self.layer(x) * torch.tensor([1.0, 1, 1, 1, 1, factor])).half().exp()
-            return (weights / weights.sum(-1, keepdim=True)).float()
-
-    torch.manual_seed(0)
-    model = Weights()
-    nn.init.constant_(model.layer.bias, 1.0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step in range(4):
-            shares = model(torch.rand(5, 4), 400.0 if step == 2 else 1.0)
-            take_step(optimizer, -(shares[:, :2] + 1e-6).log().mean())
-    cause = inspector.report().findings[0]
-    assert (cause.id, cause.severity, cause.step) == ("argument-out-of-range", "error", 2)
-    assert cause.evidence["operator"].startswith("exp of a number too large")
-
-
-def _half(features: int = 4) -> nn.Linear:
-    """Return a layer whose outputs are its inputs."""
-    layer = nn.Linear(features, features, bias=False)
-    nn.init.eye_(layer.weight)
-    return layer
+    assert _cause(inspected(model, loss, 4), 2).evidence["operator"].startswith("exp of a number too large")
 
 
 def _product_under_autocast(x: torch.Tensor) -> torch.Tensor:
@@ -562,8 +534,8 @@ BEYOND: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
 @pytest.mark.parametrize("name", BEYOND)
 def test_a_result_beyond_fp16_is_found_in_the_graph_of_a_loss_that_the_loop_raises_on(name: str) -> None:
     function, words = BEYOND[name]
-    model = nn.Sequential(_half())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model = _passing_on()
+    optimizer = sgd(model, 1e-6)
     with contextlib.suppress(ValueError), Inspector(model, optimizers=optimizer) as inspector:
         for step in range(4):
             # 200 * 100 * 4 and 300^2 exceed 65504, 200 * 100 does not.
@@ -572,9 +544,7 @@ def test_a_result_beyond_fp16_is_found_in_the_graph_of_a_loss_that_the_loop_rais
             if not loss.isfinite():
                 raise ValueError("not finite")
             take_step(optimizer, loss)
-    cause = inspector.report().findings[0]
-    assert (cause.id, cause.step) == ("argument-out-of-range", 3)
-    assert cause.evidence["operator"] == f"{words} beyond FP16's largest number, 65504"
+    assert _cause(inspector, 3).evidence["operator"] == f"{words} beyond FP16's largest number, 65504"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -584,18 +554,15 @@ def test_a_result_beyond_fp16_is_found_in_the_graph_of_a_loss_that_the_loop_rais
 def test_a_power_beyond_its_own_format_is_found(
     base: float, exponent: float, is_found: bool, dtype: torch.dtype
 ) -> None:
-    model = nn.Sequential(_half())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step in range(4):
-            y = model(torch.ones(3, 4)).to(dtype)
-            counts = torch.full((3, 4), exponent if step == 3 else 2.0, dtype=dtype)
-            take_step(optimizer, ((y * (base if step == 3 else 1.0)) ** counts).float().mean())
-    powers = [
-        each
-        for each in inspector.report().findings
-        if "a power of numbers too large" in str(each.evidence.get("operator"))
-    ]
+    model = _passing_on()
+
+    def loss(step: int) -> torch.Tensor:
+        y = model(torch.ones(3, 4)).to(dtype)
+        counts = torch.full((3, 4), exponent if step == 3 else 2.0, dtype=dtype)
+        return ((y * (base if step == 3 else 1.0)) ** counts).float().mean()
+
+    findings = inspected(model, loss, 4, lr=1e-6).report().findings
+    powers = [each for each in findings if "a power of numbers too large" in str(each.evidence.get("operator"))]
     assert [(each.id, each.step) for each in powers] == [("argument-out-of-range", 3)] * is_found
     if is_found:
         assert "k * x" in powers[0].code
@@ -603,30 +570,29 @@ def test_a_power_beyond_its_own_format_is_found(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_infinite_operands_are_not_taken_for_a_product_beyond_fp16(dtype: torch.dtype) -> None:
-    model = nn.Sequential(_half())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    model = _passing_on()
+    optimizer = sgd(model, 1e-6)
     with contextlib.suppress(ValueError), Inspector(model, optimizers=optimizer) as inspector:
         take_step(optimizer, model(torch.ones(3, 4)).mean())
         y = model(torch.full((3, 4), math.inf)).to(dtype)
         loss = (y * y).float().mean()
         raise ValueError(f"loss {loss}")
-    assert not any("beyond" in str(each.evidence.get("operator")) for each in inspector.report().findings)
+    assert not any("beyond" in operator for operator in _operators(inspector))
 
 
 @pytest.mark.parametrize("operation", ["matrix product", "division"])
 def test_a_constant_that_is_not_finite_is_found(operation: str) -> None:
-    model = nn.Sequential(_half())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step in range(4):
-            degrees = torch.tensor([1.0, 2.0, 1.0, 0.0 if step == 2 else 1.0])
-            y = model(torch.ones(4, 4))
-            matrix = operation == "matrix product"
-            take_step(optimizer, (torch.diag(degrees**-0.5) @ y if matrix else y / (degrees**-0.5 * 0 + 1)).mean())
-    cause = inspector.report().findings[0]
-    assert (cause.id, cause.step) == ("argument-out-of-range", 2)
-    assert cause.evidence["operator"].startswith(f"a {operation}")
-    assert "a constant that is infinite or NaN" in cause.evidence["operator"]
+    model = _passing_on()
+
+    def loss(step: int) -> torch.Tensor:
+        degrees = torch.tensor([1.0, 2.0, 1.0, 0.0 if step == 2 else 1.0])
+        y = model(torch.ones(4, 4))
+        matrix = operation == "matrix product"
+        return (torch.diag(degrees**-0.5) @ y if matrix else y / (degrees**-0.5 * 0 + 1)).mean()
+
+    operator = _cause(inspected(model, loss, 4, lr=1e-6), 2).evidence["operator"]
+    assert operator.startswith(f"a {operation}")
+    assert "a constant that is infinite or NaN" in operator
 
 
 def _divergence(log_p: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -647,7 +613,7 @@ ADDED = {
 def test_the_only_constant_of_sums_is_found_by_elimination(name: str) -> None:
     function, words = ADDED[name]
     model = nn.Sequential(nn.Linear(4, 4), nn.LogSoftmax(-1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    optimizer = sgd(model, 1e-6)
     with Inspector(model, optimizers=optimizer) as inspector:
         for step in range(4):
             target = torch.tensor([0.5, 0.2, 0.3, 0.0 if step == 2 else 0.1])
@@ -662,57 +628,45 @@ def test_the_only_constant_of_sums_is_found_by_elimination(name: str) -> None:
 
 @pytest.mark.parametrize("broken", ["batch beyond FP16", "NaN"])
 def test_a_batch_whose_cast_to_fp16_is_infinite_is_not_taken_for_a_constant(broken: str) -> None:
-    model = nn.Sequential(_half())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step in range(4):
-            matrix = torch.ones(4, 4)
-            if step == 2:
-                matrix *= 1e6 if broken == "batch beyond FP16" else math.nan
-            with torch.autocast("cpu", torch.float16):
-                loss = (model(torch.ones(4, 4)) - 1 + matrix @ model(torch.ones(4, 4))).float().mean()
-            take_step(optimizer, loss)
-    operators = [str(each.evidence.get("operator")) for each in inspector.report().findings]
+    model = _passing_on()
+
+    def loss(step: int) -> torch.Tensor:
+        factor = {"batch beyond FP16": 1e6, "NaN": math.nan}[broken] if step == 2 else 1.0
+        with torch.autocast("cpu", torch.float16):
+            matrix = torch.ones(4, 4) * factor
+            return (model(torch.ones(4, 4)) - 1 + matrix @ model(torch.ones(4, 4))).float().mean()
+
+    operators = _operators(inspected(model, loss, 4, lr=1e-6))
     assert any("a constant" in operator for operator in operators) is (broken == "NaN")
 
 
 def test_the_operator_nearest_to_fp16s_end_is_named_beside_a_constant_that_is_not_finite() -> None:
-    model = nn.Sequential(_half())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    with Inspector(model, optimizers=optimizer, second=True) as inspector:
-        for step in range(6):
-            with torch.no_grad():
-                target = torch.full((3, 4), 4000.0 if step == 4 else 100.0).half() * 20.0
-            take_step(optimizer, (model(torch.ones(3, 4)) / target).mean() + (model(torch.ones(3, 4)) * target).mean())
-    cause = inspector.report().findings[0]
-    assert (cause.id, cause.step) == ("argument-out-of-range", 4)
+    model = _passing_on()
+
+    def loss(step: int) -> torch.Tensor:
+        with torch.no_grad():
+            target = torch.full((3, 4), 4000.0 if step == 4 else 100.0).half() * 20.0
+        return (model(torch.ones(3, 4)) / target).mean() + (model(torch.ones(3, 4)) * target).mean()
+
+    cause = _cause(inspected(model, loss, 6, lr=1e-6, second=True), 4)
     assert "mul (test_ended_badly.py" in cause.message
     assert "2e+03 of 65504" in cause.message
 
 
 def test_the_loss_of_a_compiled_model_is_examined() -> None:
     model = torch.compile(_network(), backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step in range(4):
-            y = model(torch.ones(3, 4))
-            take_step(optimizer, (y * 0 + (step != 2)).log().mean())
-    event, cause = inspector.session().events[0], inspector.report().findings[0]
+    inspector = inspected(model, lambda step: (model(torch.ones(3, 4)) * 0 + (step != 2)).log().mean(), 4)
+    event = inspector.session().events[0]
     assert (event.step, event.what) == (2, "loss")
-    assert (cause.id, cause.step) == ("argument-out-of-range", 2)
+    assert _cause(inspector, 2)
 
 
 def test_a_run_of_infinite_losses_alone_names_the_loss() -> None:
     model = _network()
-    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
-    inspector = inspected(
-        model, lambda _: model(torch.ones(3, 4)).mean() * math.inf, 3, optimizer=optimizer, scaler=scaler
-    )
-    finding = next(each for each in inspector.report().findings if each.id == "non-finite-event")
-    assert (
-        "The forward was not finite in each of the 3 steps: first in step 0, where the loss held an inf"
-        in finding.message
-    )
+    inspector = inspected(model, lambda _: model(torch.ones(3, 4)).mean() * math.inf, 3, scaler=cpu_scaler(65536.0))
+    finding = _the_finding(inspector)
+    first = "first in step 0, where the loss held an inf"
+    assert f"The forward was not finite in each of the 3 steps: {first}" in finding.message
     assert "autograd's Mean, in FP32" in finding.message
     with Inspector(model) as inspector:
         for _ in range(3):
@@ -734,21 +688,13 @@ def test_a_non_finite_gradient_of_the_loss_is_placed_after_the_last_module() -> 
 
 
 def test_a_non_finite_gradient_inside_a_module_is_not_placed_after_it() -> None:
-    class Root(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sub(x).abs().sqrt()
-
-    model = nn.Sequential(nn.Linear(2, 2), Root(), nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        model(torch.ones(3, 2)).sum().backward()
-        optimizer.step()
+    model = nn.Sequential(nn.Linear(2, 2), Of(lambda self, x: x.sub(x).abs().sqrt()), nn.Linear(2, 1))
+    inspector = inspected(model, lambda step: model(torch.ones(3, 2)).sum(), 1)
     event = inspector.session().events[0]
     assert (event.phase, event.module, event.after) == ("backward", "1", False)
     (finding,) = (each for each in _unexplained(inspector) if each.id == "non-finite-event")
     assert "the backward of '1'" in finding.fix
-    cause = inspector.report().findings[0]
-    assert (cause.id, cause.layer, cause.step) == ("argument-out-of-range", "1", 0)
+    assert _cause(inspector, 0, layer="1")
 
 
 def _unexplained(inspector: Inspector) -> tuple[Finding, ...]:
@@ -758,7 +704,7 @@ def _unexplained(inspector: Inspector) -> tuple[Finding, ...]:
 
 def _raises(where: str) -> Inspector:
     model = _network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     inspector = Inspector(model, optimizers=optimizer)
     with pytest.raises(FloatingPointError), inspector:  # noqa: PT012 - the test chooses where it is raised
         for step in range(3):
@@ -805,7 +751,7 @@ class _RaisesInBackward(torch.autograd.Function):
 def _crashed(where: str, at: int = 1, error: BaseException | None = None) -> Inspector:
     """Train until an exception at the place ``where`` of the step ``at``."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Sequential(nn.Tanh(), nn.Linear(8, 3)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     inspector = Inspector(model, optimizers=optimizer)
     with pytest.raises(BaseException), inspector:  # noqa: B017, PT011, PT012 - error and place are parameters
         for step in range(3):
@@ -831,9 +777,7 @@ def _crashed(where: str, at: int = 1, error: BaseException | None = None) -> Ins
         ("targets", "after-forward", "", "in step 1, after the forward and before the backward: IndexError: Target 7"),
         ("backward", "backward", "", "in step 1, in the backward: ValueError: bad"),
         (
-            "clipping",
-            "after-backward",
-            "",
+            *("clipping", "after-backward", ""),
             "in step 1, after the backward and before the optimizer's step: OutOfMemoryError: ",
         ),
         ("optimizer", "optimizer", "", "in step 1, in the optimizer's step: TypeError: "),
@@ -875,20 +819,15 @@ def test_an_exit_with_another_status_is_a_failure() -> None:
 @pytest.mark.parametrize(("steps", "words"), [(1, "skipped the only step. First: step 0"), (2, "skipped all 2 steps")])
 def test_a_run_with_every_step_skipped_names_the_first_overflow(steps: int, words: str) -> None:
     model = _network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    inspector = inspected(
-        model, lambda _: model(torch.ones(3, 4)).square().mean() * 4, steps, optimizer=optimizer, scaler=scaler
-    )
-    verdict = inspector.report().verdict
+    loss = lambda step: model(torch.ones(3, 4)).square().mean() * 4  # noqa: E731
+    verdict = inspected(model, loss, steps, scaler=cpu_scaler(2.0**127)).report().verdict
     assert verdict.healthy is None
     assert words in str(verdict)
     assert "the loss scale is still too high" in str(verdict)
 
 
 def test_a_run_without_captured_tensors_is_not_called_healthy() -> None:
-    inspector = _trained(include="nothing.*")
-    verdict = inspector.report().verdict
+    verdict = _trained(include="nothing.*").report().verdict
     assert verdict.healthy is None
     assert "no tensor was selected for counting" in str(verdict)
     assert _trained(capture=()).report().verdict.healthy
@@ -955,13 +894,12 @@ train()
 
 def test_a_forward_overflow_due_to_large_weights_is_reported_with_their_maximum() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for step in range(3):
-            take_step(optimizer, model(torch.full((3, 4), 1e20)).sum())
-            if step == 1:
-                with torch.no_grad():
-                    model[0].weight.fill_(1e28)
+
+    def enlarges(step: int) -> None:
+        if step == 1:
+            model[0].weight.fill_(1e28)
+
+    inspector = inspected(model, lambda step: model(torch.full((3, 4), 1e20)).sum(), 3, lr=0.0, after_step=enlarges)
     (event,) = inspector.session().events
     assert (event.step, event.phase, event.module) == (2, "forward", "0")
     assert "'0.weight' itself reaches 1e+28" in event.explanation
@@ -970,15 +908,9 @@ def test_a_forward_overflow_due_to_large_weights_is_reported_with_their_maximum(
 @pytest.mark.parametrize(("begins", "severity"), [(2.0**20, "info"), (2.0**100, "warning")])
 def test_a_scale_that_takes_dozens_of_steps_to_fall_is_a_warning(begins: float, severity: str) -> None:
     model = _network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=begins)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for _ in range(60):
-            optimizer.zero_grad()
-            # The loss is about 2^115, so scales above about 2^13 overflow FP32.
-            scaler.scale(model(torch.ones(3, 4)).mean() * 2.0**115).backward()
-            scaler.step(optimizer)
-            scaler.update()
+    # The loss is about 2^115, so scales above about 2^13 overflow FP32.
+    loss = lambda step: model(torch.ones(3, 4)).mean() * 2.0**115  # noqa: E731
+    inspector = inspected(model, loss, 60, lr=0.0, scaler=cpu_scaler(begins))
     assert inspector.session().progress.skipped_steps > 0
     assert _the_finding(inspector).severity == severity
 
@@ -1031,12 +963,17 @@ for _ in range(3):
 """
 
 
-def test_float16_gradients_that_a_scaler_refuses_are_named(tmp_path: Path) -> None:
-    launched.write(tmp_path, REFUSED)
+def _report_of_failed(script: str, directory: Path) -> RangeReport:
+    """Run a script that fails; return the report of its session."""
+    launched.write(directory, script)
     command = (sys.executable, "-m", "mpinspect", "run", "--log-dir", "run", "train.py")
-    assert launched.run(tmp_path, command, forked=True).status == 1
-    session = Session.load(next((tmp_path / "run").glob("**/session.mpinspect")))
-    finding = next(each for each in analyse(session).findings if each.id == "gradients-refused")
+    assert launched.run(directory, command, forked=True).status == 1
+    return analyse(Session.load(next((directory / "run").glob("**/session.mpinspect"))))
+
+
+def test_float16_gradients_that_a_scaler_refuses_are_named(tmp_path: Path) -> None:
+    findings = _report_of_failed(REFUSED, tmp_path).findings
+    finding = next(each for each in findings if each.id == "gradients-refused")
     assert finding.severity == "error"
     assert "The gradients of 'head.weight', 'head.bias' are in FP16." in finding.message
     assert "p.data = p.data.float()" in finding.code
@@ -1053,7 +990,7 @@ for _ in range(3):
     loss = model(torch.ones(3, 4)).square().mean()
     {}
 """
-SCALED = "scaler.scale(loss).backward(); "
+SCALED, STEP, UNSCALE = "scaler.scale(loss).backward(); ", "scaler.step(optimizer)", "scaler.unscale_(optimizer)"
 
 
 @pytest.mark.parametrize(
@@ -1061,33 +998,17 @@ SCALED = "scaler.scale(loss).backward(); "
     [
         (SCALED + "scaler.update()", "before any scaler.step()", "scaler.update()"),
         (
-            SCALED + "scaler.step(idle); scaler.update()",
-            "holds no parameter with a gradient",
+            *(SCALED + "scaler.step(idle); scaler.update()", "holds no parameter with a gradient"),
             "for group in optimizer.param_groups:",
         ),
-        (
-            SCALED + "scaler.unscale_(optimizer); scaler.unscale_(optimizer)",
-            "called twice",
-            "scaler.unscale_(optimizer)",
-        ),
-        (
-            SCALED + "scaler.step(optimizer); scaler.unscale_(optimizer)",
-            "came after scaler.step()",
-            "scaler.step(optimizer)",
-        ),
-        (
-            SCALED + "scaler.step(optimizer); scaler.step(optimizer)",
-            "scaler.step() was called twice",
-            "scaler.update()",
-        ),
-        ("loss.backward(); scaler.step(optimizer)", "no loss had been scaled", "scaler.scale(loss).backward()"),
+        (f"{SCALED}{UNSCALE}; {UNSCALE}", "called twice", UNSCALE),
+        (f"{SCALED}{STEP}; {UNSCALE}", "came after scaler.step()", STEP),
+        (f"{SCALED}{STEP}; {STEP}", "scaler.step() was called twice", "scaler.update()"),
+        (f"loss.backward(); {STEP}", "no loss had been scaled", "scaler.scale(loss).backward()"),
     ],
 )
 def test_calls_that_a_scaler_refuses_are_named(calls: str, says: str, code: str, tmp_path: Path) -> None:
-    launched.write(tmp_path, LOOP.format(calls))
-    command = (sys.executable, "-m", "mpinspect", "run", "--log-dir", "run", "train.py")
-    assert launched.run(tmp_path, command, forked=True).status == 1
-    report = analyse(Session.load(next((tmp_path / "run").glob("**/session.mpinspect"))))
+    report = _report_of_failed(LOOP.format(calls), tmp_path)
     finding = report.findings[0]
     assert (finding.id, finding.severity) == ("scaler-call-refused", "error")
     assert [each.id for each in report.findings if each.is_alarm] == ["scaler-call-refused"]

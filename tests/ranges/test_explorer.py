@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import sessions
 from agreeing_reports import analyse
-from node_places import NODE_PLACES
 from test_opening import broken
 
 from mpinspect.numeric.exponents import ExponentHistogram, merge
@@ -263,9 +262,7 @@ def test_a_page_holds_the_runs_history() -> None:
     assert counted
 
 
-def test_every_fall_of_the_scale_lies_within_the_axes_also_that_after_the_last_skipped_step(
-    browser: Any, tmp_path: Path
-) -> None:
+def test_every_fall_of_the_scale_lies_within_the_axes_also_that_after_the_last_skipped_step(show: Any) -> None:
     session = replace(
         broken(nan_from=99), precision=Precision(scalers=(ScalerRecord("GradScaler", backoff_factor=0.5),))
     )
@@ -278,21 +275,20 @@ def test_every_fall_of_the_scale_lies_within_the_axes_also_that_after_the_last_s
         (0, 11),
         *((step + 1, 15 - step) for step in range(5, 10)),
     ]
-    page = opened(browser, report.save(tmp_path / "a.html"))
+    page = show(report)
     axis = page.locator(".explorer .steps .axis").first.bounding_box()
     falls = [each.bounding_box() for each in page.locator(".explorer .steps svg .fall").all()]
     assert len(falls) == page.locator(".explorer .steps svg .event").count() == 5
     assert all(fall["y"] + fall["height"] <= axis["y"] + axis["height"] + 1 for fall in falls)
     line = page.locator(".explorer .steps .curve.scales").bounding_box()
     assert line["x"] + line["width"] == pytest.approx(axis["x"] + axis["width"], abs=2)
-    assert page.troubles == []
 
 
-def test_a_curve_that_ends_before_the_axis_names_the_last_counted_step(browser: Any, tmp_path: Path) -> None:
+def test_a_curve_that_ends_before_the_axis_names_the_last_counted_step(show: Any) -> None:
     for steps, expected in ((10, False), (15, True)):
         session = broken(nan_from=99)
         session = replace(session, events=(), progress=replace(session.progress, steps=steps, scales=()))
-        page = opened(browser, analyse(session).save(tmp_path / "a.html"))
+        page = show(analyse(session))
         assert ("counted up to step 9" in page.text_content(".explorer figure.steps figcaption")) is expected
 
 
@@ -302,32 +298,6 @@ def test_a_window_that_is_none_is_not_shaded() -> None:
 
 
 # -- in a browser --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser() -> Any:
-    """Chromium without a network; what it prints, and asks for, is an error."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'mpinspect[browser]'")
-    program = next((found for name in ("chromium", "google-chrome") if (found := shutil.which(name))), None)
-    if program is None:
-        pytest.skip("needs Chromium, which is not installed")
-    options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    with playwright.sync_playwright() as started:
-        running = started.chromium.launch(executable_path=program, args=options)
-        yield running
-        running.close()
-
-
-def opened(browser: Any, path: Path, address: str = "", **options: Any) -> Any:
-    """The page, whose messages and requests are kept in ``page.troubles``."""
-    page = browser.new_context(offline=True, **options).new_page()
-    page.troubles = []
-    page.on("console", lambda message: page.troubles.append(message.text))
-    page.on("pageerror", lambda error: page.troubles.append(str(error)))
-    page.on("request", lambda request: page.troubles.extend([] if request.url.startswith("file:") else [request.url]))
-    page.goto(f"file://{path}{address}")
-    page.wait_for_selector(".explorer tbody tr[data-name]")
-    return page
 
 
 def shown(page: Any) -> dict[str, list[int]]:
@@ -350,9 +320,9 @@ def expected(session: Session, kind: str, name: str, format: str, scale: int) ->
     return [histogram.flushed(format), histogram.subnormal(format), *histogram.overflowed_bounds(format)]
 
 
-def test_the_slider_and_the_switch(browser: Any, tmp_path: Path) -> None:
+def test_the_slider_and_the_switch(show: Any) -> None:
     session = sessions.word_model()
-    page = opened(browser, analyse(session).save(tmp_path / "a.html"))
+    page = show(analyse(session))
     page.click(".explorer thead th:first-child button")
     for format in FORMATS:
         page.select_option(".explorer select >> nth=1", format)
@@ -364,12 +334,11 @@ def test_the_slider_and_the_switch(browser: Any, tmp_path: Path) -> None:
                 assert rows
                 for name, counts in rows.items():
                     assert counts == expected(session, kind, name, format, scale), (name, format, scale)
-    assert page.troubles == []
 
 
-def test_search_sort_keys_and_a_permalink(browser: Any, tmp_path: Path) -> None:
-    path = analyse(sessions.word_model()).save(tmp_path / "a.html")
-    page = opened(browser, path)
+def test_search_sort_keys_and_a_permalink(show: Any) -> None:
+    report = analyse(sessions.word_model())
+    page = show(report)
     page.fill(".explorer input[type=search]", "decoder")
     assert shown(page)
     assert all("decoder" in name for name in shown(page))
@@ -386,16 +355,15 @@ def test_search_sort_keys_and_a_permalink(browser: Any, tmp_path: Path) -> None:
     assert chosen == list(shown(page))[1]
     page.locator(".explorer input[type=range]").first.fill("12")
     address = page.evaluate("location.hash")
-    again = opened(browser, path, address)
+    again = show(report, address)
     assert again.get_attribute(".explorer tbody tr.chosen", "data-name") == chosen
     assert again.text_content(".explorer .detail h3") == chosen
     assert "at a loss scale of 2¹²" in again.text_content(".explorer .detail")
-    assert page.troubles == again.troubles == []
 
 
-def test_the_step_slider_and_its_keys(browser: Any, tmp_path: Path) -> None:
+def test_the_step_slider_and_its_keys(show: Any) -> None:
     session = eventful()
-    page = opened(browser, analyse(session).save(tmp_path / "a.html"), "#kind=activation_gradient&scale=3")
+    page = show(analyse(session), "#kind=activation_gradient&scale=3")
     scrubber = page.locator(".explorer figure.steps input[type=range]")
     assert scrubber.get_attribute("aria-valuetext") == "the whole run"
     assert page.is_hidden("text=show the whole run")
@@ -415,13 +383,12 @@ def test_the_step_slider_and_its_keys(browser: Any, tmp_path: Path) -> None:
     assert "block=1" in page.evaluate("location.hash")
     page.click("text=show the whole run")
     assert "block" not in page.evaluate("location.hash")
-    assert page.troubles == []
 
 
-def test_the_curves_and_the_events(browser: Any, tmp_path: Path) -> None:
+def test_the_curves_and_the_events(show: Any) -> None:
     session = eventful()
     report = analyse(session)
-    page = opened(browser, report.save(tmp_path / "a.html"), "#kind=activation_gradient")
+    page = show(report, "#kind=activation_gradient")
     low, high = (int(math.log2(end)) for end in (report.loss_scale.lowest, report.loss_scale.highest))
     assert page.locator(".explorer .losses .curve").count() == 0
     page.click("text=show the curve")
@@ -463,10 +430,9 @@ def test_the_curves_and_the_events(browser: Any, tmp_path: Path) -> None:
     assert page.locator(".explorer .losses .grip").count() == 0
     page.click(".explorer tbody tr")
     assert "Stored in BF16, 99.5% of its updates were lost" in page.text_content(".explorer .detail")
-    assert page.troubles == []
 
 
-def test_an_event_whose_step_was_not_counted_says_so(browser: Any, tmp_path: Path) -> None:
+def test_an_event_whose_step_was_not_counted_says_so(show: Any) -> None:
     session = eventful()
     sparse = tuple(
         replace(window, last_step=window.first_step + 9, sampled_steps=10 if place else 4)
@@ -476,8 +442,7 @@ def test_an_event_whose_step_was_not_counted_says_so(browser: Any, tmp_path: Pat
     events = tuple(
         replace(session.events[0], step=step, value=value) for step, value in ((5, "inf"), (130, "nan"), (300, "inf"))
     )
-    path = analyse(replace(session, windows=sparse, events=events)).save(tmp_path / "a.html")
-    page = opened(browser, path)
+    page = show(analyse(replace(session, windows=sparse, events=events)))
     scrubber = page.locator(".explorer figure.steps input[type=range]")
     for place, (event, words) in enumerate(
         zip(
@@ -501,12 +466,10 @@ def test_an_event_whose_step_was_not_counted_says_so(browser: Any, tmp_path: Pat
         assert ("event" in said) == bool(words)
     page.click("text=show the whole run")
     assert "event" not in page.text_content(".explorer .said")
-    assert page.troubles == []
 
 
-def test_where_nothing_finite_was_counted_losses_are_unknown(browser: Any, tmp_path: Path) -> None:
-    path = analyse(SESSIONS["nan_everywhere"]).save(tmp_path / "a.html")
-    page = opened(browser, path)
+def test_where_nothing_finite_was_counted_losses_are_unknown(show: Any) -> None:
+    page = show(analyse(SESSIONS["nan_everywhere"]))
     assert "no finite non-zero element" in page.text_content(".explorer .said")
     assert "1 holds infinities or NaNs" in page.text_content(".explorer .said")
     page.click(".explorer tbody tr[data-name]")
@@ -515,13 +478,12 @@ def test_where_nothing_finite_was_counted_losses_are_unknown(browser: Any, tmp_p
     assert "no finite non-zero value was counted" in page.text_content(".explorer figure.losses .readout")
     page.click("text=show the curve")
     assert "no finite non-zero element was counted" in page.text_content(".explorer figure.losses svg text.none")
-    assert page.troubles == []
 
 
-def test_a_layer_in_a_closed_group_is_found(browser: Any, tmp_path: Path) -> None:
-    path = analyse(SESSIONS["layers_300"]).save(tmp_path / "a.html")
+def test_a_layer_in_a_closed_group_is_found(show: Any) -> None:
+    report = analyse(SESSIONS["layers_300"])
     name = "encoder.layers.120.attention.output.weight"
-    page = opened(browser, path, f"#kind=weight_gradient&layer={name}", reduced_motion="reduce")
+    page = show(report, f"#kind=weight_gradient&layer={name}", reduced_motion="reduce")
     chosen = page.locator(".explorer tbody tr.chosen")
     assert chosen.get_attribute("data-name") == name
     inside = "row => { const [one, all] = [row, row.closest('.rows')].map(each => each.getBoundingClientRect());"
@@ -530,10 +492,9 @@ def test_a_layer_in_a_closed_group_is_found(browser: Any, tmp_path: Path) -> Non
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert page.locator(".explorer tbody tr[data-name]").count() == 151
     assert page.evaluate("document.getAnimations().length") == 0
-    assert page.troubles == []
 
 
-def test_notes_on_modules_are_next_to_their_layers(browser: Any, tmp_path: Path) -> None:
+def test_notes_on_modules_are_next_to_their_layers(show: Any, tmp_path: Path) -> None:
     session = sessions.word_model()
     watched = tuple(replace(info, module=info.name.removesuffix(".weight")) for info in session.watched)
     hostile = "<img src=x onerror=alert(1)>"
@@ -547,24 +508,23 @@ def test_notes_on_modules_are_next_to_their_layers(browser: Any, tmp_path: Path)
     )
     path = tmp_path / "a.html"
     path.write_text(html.render(document(analyse(replace(session, watched=watched)), notes=notes)), "utf-8")
-    page = opened(browser, path, "#kind=weight_gradient&layer=hidden.weight")
+    page = show(path, "#kind=weight_gradient&layer=hidden.weight")
     assert page.text_content(".explorer .detail ul:not(.plain)") == f"Product: 3 x 5 x 7{hostile}"
     cells = ".explorer tr.chosen td >> nth="
     assert [page.text_content(f"{cells}{place}") for place in (-2, -1)] == ["off", "9%"]
     page.click(f".explorer thead button:text('{hostile}')")
     assert next(iter(shown(page))) == "decoder.weight"
-    assert page.troubles == []
 
 
-def two_models(tmp_path: Path) -> tuple[dict[str, Session], Path]:
+def two_models() -> tuple[dict[str, Session], RunReport]:
     sessions_by_name = {"rank0/Net": sessions.word_model(), "<b>Critic": SESSIONS["right_to_left"]}
     parts = tuple(ModelPart(name, analyse(session)) for name, session in sessions_by_name.items())
-    return sessions_by_name, RunReport("gan.py", "ended", parts).save(tmp_path / "a.html")
+    return sessions_by_name, RunReport("gan.py", "ended", parts)
 
 
-def test_of_several_models_one_map_has_a_switch(browser: Any, tmp_path: Path) -> None:
-    by_name, path = two_models(tmp_path)
-    page = opened(browser, path)
+def test_of_several_models_one_map_has_a_switch(show: Any) -> None:
+    by_name, report = two_models()
+    page = show(report)
     assert page.locator("[data-widget]").count() == 1
     assert page.locator(".explorer .rows").count() == 1
     names = page.locator("[data-widget] select").first.locator("option").all_text_contents()
@@ -577,14 +537,12 @@ def test_of_several_models_one_map_has_a_switch(browser: Any, tmp_path: Path) ->
     assert shown(page)["שכבה.1.weight"] == expected(session, "weight_gradient", "שכבה.1.weight", "float16", 12)
     address = page.evaluate("location.hash")
     assert "model=%3Cb%3ECritic" in address
-    again = opened(browser, path, address)
-    assert shown(again) == shown(page)
-    assert page.troubles == again.troubles == []
+    assert shown(show(report, address)) == shown(page)
 
 
-def test_the_maps_of_all_models_move_together(browser: Any, tmp_path: Path) -> None:
-    by_name, path = two_models(tmp_path)
-    page = opened(browser, path)
+def test_the_maps_of_all_models_move_together(show: Any) -> None:
+    by_name, report = two_models()
+    page = show(report)
     page.select_option("[data-widget] select >> nth=0", "all")
     page.wait_for_selector(".explorer .rows >> nth=1")
     page.locator(".explorer input[type=range]").first.fill("9")
@@ -593,26 +551,15 @@ def test_the_maps_of_all_models_move_together(browser: Any, tmp_path: Path) -> N
     page.wait_for_selector("tr[data-name='שכבה.1.weight']")
     rows = shown(page)
     assert rows["שכבה.1.weight"] == expected(by_name["<b>Critic"], "weight_gradient", "שכבה.1.weight", "float16", 9)
-    again = opened(browser, path, page.evaluate("location.hash"))
-    again.wait_for_selector(".explorer .rows >> nth=1")
-    assert page.troubles == again.troubles == []
-
-
-@pytest.fixture(scope="module")
-def axe() -> str:
-    """The source of axe-core, which checks the accessibility of a page."""
-    found = next((path for place in NODE_PLACES if (path := place / "axe-core" / "axe.min.js").is_file()), None)
-    if found is None:
-        pytest.skip("needs axe-core: make .venv/.js")
-    return found.read_text("utf-8")
+    show(report, page.evaluate("location.hash"), awaited=".explorer .rows >> nth=1")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1200, 390])
-def test_everyone_can_read_it(scheme: str, width: int, axe: str, browser: Any, tmp_path: Path) -> None:
-    path = analyse(eventful()).save(tmp_path / "a.html")
+def test_everyone_can_read_it(scheme: str, width: int, axe: str, show: Any) -> None:
+    report = analyse(eventful())
     viewport = {"width": width, "height": 800}
-    page = opened(browser, path, "#layer=decoder.3.attn&block=1", color_scheme=scheme, viewport=viewport)
+    page = show(report, "#layer=decoder.3.attn&block=1", color_scheme=scheme, viewport=viewport)
     page.click(".explorer .events summary")
     page.evaluate(axe)
     found = page.evaluate("axe.run()")
@@ -620,23 +567,21 @@ def test_everyone_can_read_it(scheme: str, width: int, axe: str, browser: Any, t
     assert len(found["passes"]) > 10
 
 
-def test_without_scripts_the_tables_are_shown(browser: Any, tmp_path: Path) -> None:
-    page = browser.new_context(java_script_enabled=False, offline=True).new_page()
-    page.goto(f"file://{analyse(sessions.word_model()).save(tmp_path / 'a.html')}")
+def test_without_scripts_the_tables_are_shown(show: Any) -> None:
+    page = show(analyse(sessions.word_model()), awaited="", java_script_enabled=False)
     assert "the tables have the same figures" in page.text_content("[data-widget]")
     assert page.is_visible("table")
 
 
 @pytest.mark.parametrize("name", SESSIONS)
-def test_every_session_opens(name: str, browser: Any, tmp_path: Path) -> None:
+def test_every_session_opens(name: str, show: Any) -> None:
     session = SESSIONS[name]
     report = analyse(session)
     if not data(replace(report))["tensors"]:
         return
-    page = opened(browser, report.save(tmp_path / "a.html"), viewport={"width": 390, "height": 800})
+    page = show(report, viewport={"width": 390, "height": 800})
     assert page.text_content(".explorer .said")
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert page.troubles == []
 
 
 def test_an_event_whose_maxima_are_not_finite_is_on_the_page():
@@ -652,14 +597,13 @@ def computing_in(dtype: str) -> Session:
     return replace(sessions.word_model(), precision=Precision({"float32": 100}, autocast=(dtype,)))
 
 
-def test_maps_that_are_compared_open_in_the_narrowest_of_their_formats(browser: Any, tmp_path: Path) -> None:
+def test_maps_that_are_compared_open_in_the_narrowest_of_their_formats(show: Any) -> None:
     reports = [analysing.analyse(computing_in(dtype)) for dtype in ("", "bfloat16", "float16")]
     for places, narrowest in (((1, 1), "bfloat16"), ((1, 0), "float16"), ((1, 0, 2), "float16")):
         parts = tuple(ModelPart(str(number), reports[place]) for number, place in enumerate(places))
-        page = opened(browser, RunReport("a.py", "ended", parts).save(tmp_path / "a.html"), "#model=0")
+        page = show(RunReport("a.py", "ended", parts), "#model=0")
         assert page.input_value(".explorer .explorer select >> nth=2") == "bfloat16"
         page.select_option("[data-widget] select >> nth=0", "all")
         page.wait_for_selector(f".explorer .rows >> nth={len(places) - 1}")
         shown = page.locator(".explorer .explorer").all()
         assert [map.locator("select").nth(1).input_value() for map in shown] == [narrowest] * len(places)
-        assert page.troubles == []

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from trainings import take_step
+from trainings import inspected, take_step
 
 from mpinspect import Inspector, Session
 from mpinspect.counting import fastest
@@ -114,26 +115,6 @@ def _two(x: torch.Tensor) -> TwoTensor:
     return TwoTensor(x, x.clone())
 
 
-class _Border(nn.Module):
-    def __init__(self, function: Any, wrap: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.function, self.wrap = function, wrap
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function.apply(x, self.wrap)
-
-
-class _OddWeight(nn.Module):
-    """A linear layer with a subclass as weight; its inputs and outputs are plain tensors."""
-
-    def __init__(self, weight: Any, value: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.weight, self.value = weight, value
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.value(self.weight)
-
-
 def _train(model: nn.Module, inspect: bool, kinds: tuple[str, ...] = KINDS) -> tuple[Session, list[torch.Tensor]]:
     """Train, and return the session and the final weights."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -156,15 +137,8 @@ def _between(wrap: Callable[[torch.Tensor], torch.Tensor], trainable: bool) -> n
         inner.weight = nn.Parameter(wrap(inner.weight.detach().clone()), requires_grad=trainable)
     else:
         inner.weight.requires_grad_(trainable)
-    return nn.Sequential(
-        nn.Linear(4, 4),
-        _Border(_Enter, wrap),
-        inner,
-        _Border(_Leave, wrap),
-        nn.Linear(4, 4),
-        nn.Tanh(),
-        nn.Linear(4, 1),
-    )
+    enter, leave = Of(lambda self, x: _Enter.apply(x, wrap)), Of(lambda self, x: _Leave.apply(x, wrap))
+    return nn.Sequential(nn.Linear(4, 4), enter, inner, leave, nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 @pytest.mark.parametrize("trainable", [True, False], ids=["trained", "frozen"])
@@ -205,7 +179,9 @@ def test_a_frozen_weight_of_a_subclass_does_not_lose_other_tensors(kind: type[Wr
         # Parameter() does the same, but calls operators of the class, which may raise.
         weight = kind(inner)
         weight._is_param = True
-        return nn.Sequential(nn.Linear(4, 4), _OddWeight(weight, value), nn.Linear(4, 1))
+        # The inputs and outputs of the layer with the subclass are plain tensors.
+        odd = Of(lambda self, x: x @ value(self.weight), weight=weight)
+        return nn.Sequential(nn.Linear(4, 4), odd, nn.Linear(4, 1))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -366,15 +342,13 @@ def test_a_magnitude_that_cannot_be_copied_does_not_stop_the_watch(monkeypatch: 
 
     monkeypatch.setattr(judge, "stacked", failing)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with torch.no_grad():
-        model[0].weight.zero_()
-        model[0].bias.fill_(0.5)
-    with Inspector(model, capture=()) as inspector:
-        for step in range(STEPS):
-            y = model(torch.randn(5, 4)).sum()
-            take_step(optimizer, y * torch.inf if step == STEPS - 1 else y)
-    session = inspector.session()
+    nn.init.zeros_(model[0].weight)
+    nn.init.constant_(model[0].bias, 0.5)
+
+    def loss_of(step: int) -> torch.Tensor:
+        return model(torch.randn(5, 4)).sum() * (torch.inf if step == STEPS - 1 else 1.0)
+
+    session = inspected(model, loss_of, STEPS, lr=0.0, optimizers=None, capture=()).session()
     assert [(event.step, event.phase, event.what) for event in session.events] == [(STEPS - 1, "forward", "loss")]
     assert any("the activation of '0' could not be watched" in note and "planted" in note for note in session.notes)
 
@@ -394,15 +368,9 @@ def test_an_output_that_cannot_be_hooked_loses_its_layer_alone(monkeypatch: pyte
         def values(self) -> Any:
             raise RuntimeError("planted")
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.odd, self.after = nn.Linear(4, 4), Odd(), nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.after(self.odd(self.before(x))["x"])
-
-    session, _ = _train(Model(), True, ("activation", "activation_gradient"))
+    layers = {"before": nn.Linear(4, 4), "odd": Odd(), "after": nn.Linear(4, 1)}
+    model = Of(lambda self, x: self.after(self.odd(self.before(x))["x"]), **layers)
+    session, _ = _train(model, True, ("activation", "activation_gradient"))
     assert {window.samples for key, window in session.totals().items() if key.name != "odd"} == {STEPS}
     assert {key.name for key in session.totals()} == {"before", "after"}
     (note,) = session.notes

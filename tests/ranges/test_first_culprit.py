@@ -12,13 +12,13 @@ from typing import Any
 import host_kernels
 import pytest
 import torch
-from models import SUBJECTS, Subject
+from models import SUBJECTS, Of, Subject, Times
 from torch import nn
-from trainings import take_step
+from trainings import cpu_scaler, inspected, sgd, take_step
 
 import mpinspect
 from mpinspect import Inspector
-from mpinspect.ranges.session import is_below
+from mpinspect.ranges.session import Event, is_below
 
 PLANTED_AT = 2
 
@@ -105,12 +105,10 @@ def _first_replaced(output: Any, replace: Callable[[torch.Tensor], torch.Tensor]
 
 
 def _train(subject: Subject, plant: Plant, planted_at: int = PLANTED_AT) -> None:
-    optimizer = torch.optim.SGD(subject.model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    optimizer, scaler = sgd(subject.model, 1e-3), cpu_scaler(16.0)
     for step in range(planted_at + 2):
         plant.armed = step == planted_at
-        loss = subject.loss(subject.model, subject.batch())
-        take_step(optimizer, loss, scaler)
+        take_step(optimizer, subject.loss(subject.model, subject.batch()), scaler)
 
 
 FORWARD_PLANTS = ("output", "forward_hook")
@@ -207,7 +205,6 @@ def test_a_clean_run_has_no_events(name: str) -> None:
 
 def test_the_event_of_a_skipped_step_contains_the_last_maxima() -> None:
     """The event states that the step was skipped, and lists the tensor's largest magnitudes of the steps before."""
-    torch.manual_seed(0)
     subject = SUBJECTS["cnn"]()
     plant = Plant(subject.model.get_submodule("head"), math.inf)
     plant.gradient_coming_out()
@@ -224,11 +221,9 @@ def test_the_event_of_a_skipped_step_contains_the_last_maxima() -> None:
 
 def test_a_non_finite_weight_gradient_is_named_after_the_scaler_skips() -> None:
     """With a GradScaler, weight gradients are read only after a skipped step."""
-    torch.manual_seed(0)
     subject = SUBJECTS["cnn"]()
     weight = subject.model.get_submodule("block.conv").weight
-    optimizer = torch.optim.SGD(subject.model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    optimizer, scaler = sgd(subject.model, 1e-3), cpu_scaler(16.0)
     with Inspector(subject.model, every=50) as inspector:
         for step in range(3):
             scaler.scale(subject.loss(subject.model, subject.batch())).backward()
@@ -238,38 +233,27 @@ def test_a_non_finite_weight_gradient_is_named_after_the_scaler_skips() -> None:
             scaler.update()
             optimizer.zero_grad()
     (event,) = inspector.session().events
-    assert (event.step, event.module, event.what, event.tensor) == (
-        1,
-        "block.conv",
-        "weight_gradient",
-        "block.conv.weight",
-    )
-    assert event.value == "nan"
+    assert (event.step, event.module, event.value) == (1, "block.conv", "nan")
+    assert (event.what, event.tensor) == ("weight_gradient", "block.conv.weight")
 
 
 def test_weight_gradients_are_watched_without_a_scaler() -> None:
     model = nn.Linear(4, 4)
     model.weight.register_hook(lambda gradient: gradient * math.inf)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model, every=50) as inspector:
-        for _ in range(2):
-            take_step(optimizer, model(torch.ones(2, 4)).sum())
-    first = inspector.session().events[0]
+    first = inspected(model, lambda step: model(torch.ones(2, 4)).sum(), 2, every=50).session().events[0]
     assert (first.phase, first.what, first.tensor) == ("backward", "weight_gradient", "weight")
 
 
+class _Mask(nn.Module):
+    """Returns -inf on purpose."""
+
+    def forward(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+
+
 def test_an_infinite_mask_is_reported_once_as_harmless() -> None:
-    """The module returns -inf on purpose, and every gradient is finite."""
-
-    class Mask(nn.Module):
-        def forward(self, scores: torch.Tensor) -> torch.Tensor:
-            return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
-
-    model = nn.Sequential(nn.Linear(4, 4), Mask(), nn.Softmax(-1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model) as inspector:
-        for _ in range(3):
-            take_step(optimizer, model(torch.randn(4, 4)).square().sum())
+    model = nn.Sequential(_linear(), _Mask(), nn.Softmax(-1))
+    inspector = inspected(model, lambda step: model(torch.randn(4, 4)).square().sum(), 3, optimizers=None)
     (event,) = inspector.session().events
     assert event.module == "1"
     assert event.gradients_finite is True
@@ -277,13 +261,8 @@ def test_an_infinite_mask_is_reported_once_as_harmless() -> None:
 
 
 def test_a_mask_does_not_hide_the_culprit() -> None:
-    class Mask(nn.Module):
-        def forward(self, scores: torch.Tensor) -> torch.Tensor:
-            return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), Mask(), nn.Softmax(-1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plant = Plant(model[1], math.nan)
+    model = nn.Sequential(_linear(), nn.Tanh(), _Mask(), nn.Softmax(-1))
+    optimizer, plant = sgd(model), Plant(model[1], math.nan)
     plant.gradient_coming_out()
     with Inspector(model) as inspector:
         for step in range(4):
@@ -298,24 +277,10 @@ def test_a_mask_does_not_hide_the_culprit() -> None:
 
 def test_the_module_whose_mask_hides_a_whole_row_is_the_culprit_beside_token_ids() -> None:
     """The model's only floating-point input is the mask."""
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scores, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return self.out((self.scores(x) + mask).softmax(-1))
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.attention = nn.Embedding(8, 4), Attention()
-
-        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            return self.attention(self.embed(ids), mask)
-
-    model = Model()
+    attention = Of(lambda self, x, mask: self.out((self.scores(x) + mask).softmax(-1)), scores=_linear(), out=_linear())
+    model = Of(
+        lambda self, ids, mask: self.attention(self.embed(ids), mask), embed=nn.Embedding(8, 4), attention=attention
+    )
     with Inspector(model) as inspector:
         model(torch.arange(4), torch.tensor([[-math.inf] * 4, *[[0.0] * 4] * 3])).sum().backward()
     first = inspector.session().events[0]
@@ -323,17 +288,12 @@ def test_the_module_whose_mask_hides_a_whole_row_is_the_culprit_beside_token_ids
 
 
 def test_a_model_that_returns_a_mask_does_not_excuse_the_loss() -> None:
-    class Mask(nn.Module):
-        def forward(self, scores: torch.Tensor) -> torch.Tensor:
-            return scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+    model = nn.Sequential(_linear(), _Mask())
 
-    model = nn.Sequential(nn.Linear(4, 4), Mask())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-    with Inspector(model) as inspector:
-        for step in range(3):
-            loss = model(torch.randn(4, 4)).softmax(-1).square().sum()
-            take_step(optimizer, loss + (math.inf if step == 2 else 0.0), scaler)
+    def loss(step: int) -> torch.Tensor:
+        return model(torch.randn(4, 4)).softmax(-1).square().sum() + (math.inf if step == 2 else 0.0)
+
+    inspector = inspected(model, loss, 3, scaler=cpu_scaler(1.0), optimizers=None)
     told = [(event.step, event.what, event.module) for event in inspector.session().events]
     assert told == [(0, "activation", "1"), (2, "loss", "")]
 
@@ -347,57 +307,38 @@ def test_a_nan_in_the_data_is_not_attributed_to_a_layer() -> None:
     assert "data" in event.explanation
 
 
-def test_an_fp16_loss_makes_the_first_gradient_infinite() -> None:
-    """The first gradient of an FP16 loss is the scale itself, and 2^16 is infinite in FP16."""
+@pytest.mark.parametrize(
+    ("scale", "of_loss", "phase", "what", "forward_finite", "explanation"),
+    [
+        # The first gradient of an FP16 loss is the scale itself, and 2^16 is infinite in FP16.
+        (2.0**16, lambda loss: loss.to(torch.float16), "backward", "activation_gradient", True, "loss"),
+        (2.0**127, lambda loss: loss * 1e3, "backward", "scaled_loss", True, "its product with the loss scale was not"),
+        (2.0, lambda loss: loss * 1e30 * 1e30, "forward", "loss", False, "loss function"),
+    ],
+    ids=["an FP16 loss", "the scaled loss", "the loss before scaling"],
+)
+def test_an_overflow_of_the_loss_is_named(
+    scale: float, of_loss: Any, phase: str, what: str, forward_finite: bool, explanation: str
+) -> None:
     model = nn.Linear(4, 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     with Inspector(model) as inspector:
-        scaler.scale(model(torch.ones(2, 4)).square().mean().to(torch.float16)).backward()
+        cpu_scaler(scale).scale(of_loss(model(torch.ones(2, 4)).square().mean())).backward()
     event = inspector.session().events[0]
-    assert (event.phase, event.module, event.forward_finite) == ("backward", "", True)
-    assert "loss" in event.explanation
-
-
-def test_an_overflow_of_the_scaled_loss_is_named() -> None:
-    model = nn.Linear(4, 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    with Inspector(model) as inspector:
-        scaler.scale(model(torch.ones(2, 4)).square().mean() * 1e3).backward()
-    event = inspector.session().events[0]
-    assert (event.phase, event.what, event.forward_finite) == ("backward", "scaled_loss", True)
-    assert event.explanation == "the loss was finite, but its product with the loss scale was not"
-
-
-def test_an_overflow_of_the_loss_before_scaling_is_named() -> None:
-    model = nn.Linear(4, 1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with Inspector(model) as inspector:
-        scaler.scale(model(torch.ones(2, 4)).square().mean() * 1e30 * 1e30).backward()
-    event = inspector.session().events[0]
-    assert (event.phase, event.what, event.forward_finite) == ("forward", "loss", False)
-    assert "loss function" in event.explanation
+    assert (event.phase, event.module, event.what, event.forward_finite) == (phase, "", what, forward_finite)
+    assert explanation in event.explanation
 
 
 def test_an_infinite_scaled_loss_with_finite_gradients_is_not_an_event() -> None:
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
-    with Inspector(model) as inspector:
-        scaler.scale(model(torch.ones(2, 4)).mean() + 1000).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    session = inspector.session()
+    options = {"lr": 1e-3, "scaler": cpu_scaler(2.0**120), "optimizers": None}
+    session = inspected(model, lambda step: model(torch.ones(2, 4)).mean() + 1000, 1, **options).session()
     assert (session.progress.steps, session.progress.skipped_steps, session.events) == (1, 0, ())
 
 
 def test_overflows_while_the_scaler_finds_its_scale_are_info_findings() -> None:
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    with Inspector(model) as inspector:
-        for _ in range(12):
-            take_step(optimizer, model(torch.ones(2, 4)).square().mean() * 1e3, scaler)
-    report = inspector.report()
+    options = {"lr": 1e-3, "scaler": cpu_scaler(2.0**127), "optimizers": None}
+    report = inspected(model, lambda step: model(torch.ones(2, 4)).square().mean() * 1e3, 12, **options).report()
     assert report.session.progress.skipped_steps >= 4
     assert {finding.severity for finding in report.findings if finding.id == "non-finite-event"} == {"info"}
 
@@ -461,13 +402,12 @@ def test_the_event_names_the_micro_batch_under_accumulation() -> None:
 def test_a_weight_that_is_already_nan_is_named() -> None:
     """The weight became NaN after the last step; the module's arithmetic is correct."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model) as inspector:
-        for step in range(3):
-            take_step(optimizer, model(torch.ones(2, 4)).sum())
-            if step == 0:
-                with torch.no_grad():
-                    model[1].weight[0, 0] = math.nan
+
+    def breaks(step: int) -> None:
+        if step == 0:
+            model[1].weight[0, 0] = math.nan
+
+    inspector = inspected(model, lambda step: model(torch.ones(2, 4)).sum(), 3, after_step=breaks, optimizers=None)
     event = inspector.session().events[0]
     assert (event.step, event.phase, event.module) == (1, "forward", "1")
     assert "'1.weight' itself is not finite" in event.explanation
@@ -493,44 +433,25 @@ def test_the_cause_is_reported_before_its_consequences() -> None:
 
 def test_weights_that_became_nan_later_in_the_step_are_not_the_culprit() -> None:
     """The infinity arises in the model's relu + log; only its gradients then make the weights NaN."""
-
-    class Logs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = nn.Linear(4, 4), nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor, shift: float) -> torch.Tensor:
-            return self.decoder(torch.log(torch.relu(self.encoder(x)) + shift))
-
-    torch.manual_seed(0)
-    model = Logs()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = Of(
+        lambda self, x, shift: self.decoder(torch.log(torch.relu(self.encoder(x)) + shift)),
+        encoder=_linear(),
+        decoder=nn.Linear(4, 1),
+    )
     finite = []
-    with Inspector(model) as inspector:
-        for step in range(5):
-            finite.append(all(bool(weight.isfinite().all()) for weight in model.parameters()))
-            take_step(optimizer, model(torch.randn(8, 4), 0.0 if step == 3 else 1.0).sum())
+
+    def loss(step: int) -> torch.Tensor:
+        finite.append(all(bool(weight.isfinite().all()) for weight in model.parameters()))
+        return model(torch.randn(8, 4), 0.0 if step == 3 else 1.0).sum()
+
+    event = inspected(model, loss, 5, lr=1e-3, optimizers=None).session().events[0]
     assert finite == [True] * 4 + [False]
-    event = inspector.session().events[0]
     assert (event.step, event.phase, event.module) == (3, "forward", "")
     assert "itself is not finite" not in event.explanation
     assert "before 'decoder', whose input already held it" in event.explanation
 
 
 # -- culprits that are known by construction ---------------------------------------------------------------------------------
-
-
-class _Times(torch.autograd.Function):
-    """Multiplies x by one factor, and its gradient by another."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float, in_backward: float) -> torch.Tensor:
-        ctx.in_backward = in_backward
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient * ctx.in_backward, None, None
 
 
 class _Scaled(nn.Module):
@@ -541,20 +462,7 @@ class _Scaled(nn.Module):
         self.factor, self.in_backward = factor, in_backward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Times.apply(x, self.factor, self.in_backward)
-
-
-class _Block(nn.Module):
-    """A container that runs the given code as its forward."""
-
-    def __init__(self, code: Callable[..., Any], **parts: nn.Module) -> None:
-        super().__init__()
-        self.code = code
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.code(self, *args, **kwargs)
+        return Times.apply(x, self.factor, self.in_backward)
 
 
 def _linear() -> nn.Linear:
@@ -610,179 +518,141 @@ def _shared_by_two(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.b(hidden) + self.c(hidden)
 
 
+def _nested(code: Callable[..., Any], **parts: nn.Module) -> nn.Module:
+    """Return a container that runs the code, within a model."""
+    return nn.Sequential(Of(code, **parts))
+
+
 def _tied() -> nn.Module:
     layer = _linear()
     return nn.Sequential(layer, _Scaled(math.inf), layer)
 
 
 _GOOD, _NAN = torch.linspace(-1, 1, 8).view(2, 4), torch.full((2, 4), math.nan)
-_DATA = ("forward", "", False)
-#: Model, batch; the expected phase, module and whether it arose after that module; words of the explanation.
-CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]] = {
+_FINITE, _LATE = "its input was finite", "the gradient at its input was not"
+_CODE = "the inf or NaN arose in the code of"
+_FIRST = "is the first module that received it"
+#: Model and batch; words of the explanation. The NaN is always attributed to the data.
+FROM_DATA: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "a batch that was NaN": (
-        lambda: nn.Sequential(_Block(_chain, a=_linear(), b=_linear())),
+        lambda: _nested(_chain, a=_linear(), b=_linear()),
         _NAN,
-        _DATA,
         "it was in the data, or arose in code before the model; '0.a' is the first",
     ),
     "a batch that was NaN, changed on its way": (
-        lambda: nn.Sequential(_Block(lambda self, x: self.a(x.view(4, 2).T.reshape(2, 4) * 2), a=_linear())),
+        lambda: _nested(lambda self, x: self.a(x.view(4, 2).T.reshape(2, 4) * 2), a=_linear()),
         _NAN,
-        _DATA,
-        "'0.a' is the first module that received it",
+        f"'0.a' {_FIRST}",
     ),
     "a batch that was NaN, by keyword": (
-        lambda: _Block(lambda self, x: self.block(x=x * 1), block=_Block(lambda self, x: self.a(input=x), a=_linear())),
+        lambda: Of(lambda self, x: self.block(x=x * 1), block=Of(lambda self, x: self.a(input=x), a=_linear())),
         _NAN,
-        _DATA,
-        "'block.a' is the first module that received it",
+        f"'block.a' {_FIRST}",
     ),
     "a batch that was NaN, in a dictionary": (
-        lambda: _Block(lambda self, batch: self.a(batch["x"][0] * 1), a=_linear()),
+        lambda: Of(lambda self, batch: self.a(batch["x"][0] * 1), a=_linear()),
         {"x": (_NAN, 3)},
-        _DATA,
-        "'a' is the first module that received it",
+        f"'a' {_FIRST}",
     ),
     "a batch that was NaN, used by no module": (
-        lambda: _Block(lambda self, x: x * self.a.weight.sum(), a=_linear()),
+        lambda: Of(lambda self, x: x * self.a.weight.sum(), a=_linear()),
         _NAN,
-        _DATA,
         "it was in the data, or arose in code before the model",
     ),
     "a batch that was NaN, through modules that hand it on": (
         lambda: nn.Sequential(nn.Identity(), nn.Dropout(0.0), _linear()),
         _NAN,
-        _DATA,
-        "is the first module that received it",
+        _FIRST,
     ),
     "a batch that was NaN, repaired before the end": (
-        lambda: _Block(
-            lambda self, x: torch.nan_to_num(self.block(x * 1)), block=_Block(_chain, a=_linear(), b=_linear())
-        ),
+        lambda: Of(lambda self, x: torch.nan_to_num(self.block(x * 1)), block=Of(_chain, a=_linear(), b=_linear())),
         _NAN,
-        _DATA,
-        "'block.a' is the first module that received it",
+        f"'block.a' {_FIRST}",
     ),
+}
+#: Model, the expected module and words of the explanation, for a finite batch.
+IN_FORWARD: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "code between modules": (
-        lambda: nn.Sequential(_Block(_divided_between, a=_linear(), b=_linear())),
-        _GOOD,
-        ("forward", "0", False),
-        "in the code of '0' before '0.b'",
+        lambda: _nested(_divided_between, a=_linear(), b=_linear()),
+        *("0", "in the code of '0' before '0.b'"),
     ),
     "code of the outer container": (
-        lambda: nn.Sequential(
-            _Block(lambda self, x: self.block(x / 0), block=_Block(_chain, a=_linear(), b=_linear()))
-        ),
-        _GOOD,
-        ("forward", "0", False),
-        "in the code of '0' before '0.block'",
+        lambda: _nested(lambda self, x: self.block(x / 0), block=Of(_chain, a=_linear(), b=_linear())),
+        *("0", "in the code of '0' before '0.block'"),
     ),
     "code around a list that is never called": (
-        lambda: _Block(
-            lambda self, x: self.layers[1](self.layers[0](x) / 0), layers=nn.ModuleList([_linear(), _linear()])
-        ),
-        _GOOD,
-        ("forward", "", False),
-        "in the model's own code before 'layers.1'",
+        lambda: Of(lambda self, x: self.layers[1](self.layers[0](x) / 0), layers=nn.ModuleList([_linear(), _linear()])),
+        *("", "in the model's own code before 'layers.1'"),
     ),
     "code that normalises": (
-        lambda: nn.Sequential(_Block(lambda self, x: self.b(x * 0 / (x * 0).sum()), b=_linear())),
-        _GOOD,
-        ("forward", "0", False),
-        "in the code of '0' before '0.b'",
+        lambda: _nested(lambda self, x: self.b(x * 0 / (x * 0).sum()), b=_linear()),
+        *("0", "in the code of '0' before '0.b'"),
     ),
     "an in-place activation after code": (
-        lambda: nn.Sequential(_Block(lambda self, x: self.act(x / 0), act=nn.ReLU(inplace=True))),
-        _GOOD.abs(),
-        ("forward", "0", False),
-        "before '0.act', whose input already held it",
+        lambda: _nested(lambda self, x: self.act(x.abs() / 0), act=nn.ReLU(inplace=True)),
+        *("0", "before '0.act', whose input already held it"),
     ),
     "an in-place activation after a module": (
         lambda: nn.Sequential(_Scaled(math.inf), nn.ReLU(inplace=True)),
-        _GOOD,
-        ("forward", "0", False),
-        "its input was finite",
+        *("0", _FINITE),
     ),
-    "a module of no known kind": (
-        lambda: nn.Sequential(_linear(), _Scaled(math.inf), _linear()),
-        _GOOD,
-        ("forward", "1", False),
-        "its input was finite",
-    ),
-    "a container's own code at its end": (
-        lambda: nn.Sequential(_Block(lambda self, x: self.a(x) / 0, a=_linear())),
-        _GOOD,
-        ("forward", "0", False),
-        "its input was finite",
-    ),
+    "a module of no known kind": (lambda: nn.Sequential(_linear(), _Scaled(math.inf), _linear()), "1", _FINITE),
+    "a container's own code at its end": (lambda: _nested(lambda self, x: self.a(x) / 0, a=_linear()), "0", _FINITE),
     "a branch beside a residual stream": (
-        lambda: nn.Sequential(_Block(_residual, a=_linear(), b=_Scaled(math.nan)), _linear()),
-        _GOOD,
-        ("forward", "0.b", False),
-        "its input was finite",
+        lambda: nn.Sequential(Of(_residual, a=_linear(), b=_Scaled(math.nan)), _linear()),
+        *("0.b", _FINITE),
     ),
     "a cell used three times, after code": (
-        lambda: nn.Sequential(_Block(_state_divided_between, cell=_Scaled())),
-        _GOOD,
-        ("forward", "0", False),
-        "in the code of '0' before '0.cell'",
+        lambda: _nested(_state_divided_between, cell=_Scaled()),
+        *("0", "in the code of '0' before '0.cell'"),
     ),
     "a cell that breaks in its second call": (
-        lambda: nn.Sequential(_Block(_breaks_in_its_second_call, cell=_Scaled())),
-        _GOOD,
-        ("forward", "0.cell", False),
-        "its input was finite",
+        lambda: _nested(_breaks_in_its_second_call, cell=_Scaled()),
+        *("0.cell", _FINITE),
     ),
-    "between two uses of one module": (_tied, _GOOD, ("forward", "1", False), "its input was finite"),
-    "backward: code that shares a module's input": (
-        lambda: nn.Sequential(_Block(_shared_with_code, a=_linear(), b=_linear())),
-        _GOOD,
-        ("backward", "0", False),
-        "the inf or NaN arose in the code of",
+    "between two uses of one module": (_tied, "1", _FINITE),
+}
+IN_BACKWARD: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "code that shares a module's input": (lambda: _nested(_shared_with_code, a=_linear(), b=_linear()), "0", _CODE),
+    "code that shares an activation's input": (
+        lambda: _nested(_shared_with_code, a=_linear(), b=nn.Tanh()),
+        "0",
+        _CODE,
     ),
-    "backward: code that shares an activation's input": (
-        lambda: nn.Sequential(_Block(_shared_with_code, a=_linear(), b=nn.Tanh())),
-        _GOOD,
-        ("backward", "0", False),
-        "the inf or NaN arose in the code of",
+    "a module that shares its input with code": (
+        lambda: _nested(_shared_with_sound_code, a=_linear(), b=_Scaled(1.0, math.inf)),
+        *("0.b", _LATE),
     ),
-    "backward: a module that shares its input with code": (
-        lambda: nn.Sequential(_Block(_shared_with_sound_code, a=_linear(), b=_Scaled(1.0, math.inf))),
-        _GOOD,
-        ("backward", "0.b", False),
-        "the gradient at its input was not",
+    "the first of two modules": (
+        lambda: _nested(_shared_by_two, a=_linear(), b=_Scaled(1.0, math.nan), c=_linear()),
+        *("0.b", _LATE),
     ),
-    "backward: the first of two modules": (
-        lambda: nn.Sequential(_Block(_shared_by_two, a=_linear(), b=_Scaled(1.0, math.nan), c=_linear())),
-        _GOOD,
-        ("backward", "0.b", False),
-        "the gradient at its input was not",
+    "the second of two modules": (
+        lambda: _nested(_shared_by_two, a=_linear(), b=nn.ReLU(), c=_Scaled(1.0, math.nan)),
+        *("0.c", _LATE),
     ),
-    "backward: the second of two modules": (
-        lambda: nn.Sequential(_Block(_shared_by_two, a=_linear(), b=nn.ReLU(), c=_Scaled(1.0, math.nan))),
-        _GOOD,
-        ("backward", "0.c", False),
-        "the gradient at its input was not",
+    "a branch beside a residual stream": (
+        lambda: nn.Sequential(_linear(), Of(_residual, a=_Scaled(1.0, math.inf), b=_linear())),
+        *("1.a", _LATE),
     ),
-    "backward: a branch beside a residual stream": (
-        lambda: nn.Sequential(_linear(), _Block(_residual, a=_Scaled(1.0, math.inf), b=_linear())),
-        _GOOD,
-        ("backward", "1.a", False),
-        "the gradient at its input was not",
+    "code between modules": (
+        lambda: _nested(lambda self, x: self.b(_broken_backward(self.a(x))), a=_linear(), b=_linear()),
+        *("0", _CODE),
     ),
-    "backward: code between modules": (
-        lambda: nn.Sequential(_Block(lambda self, x: self.b(_broken_backward(self.a(x))), a=_linear(), b=_linear())),
-        _GOOD,
-        ("backward", "0", False),
-        "the inf or NaN arose in the code of",
-    ),
-    "backward: code at a container's end": (
-        lambda: nn.Sequential(_linear(), _Block(lambda self, x: _Times.apply(self.a(x), 1.0, math.inf), a=_linear())),
-        _GOOD,
-        ("backward", "1", False),
-        "the inf or NaN arose in the code of",
+    "code at a container's end": (
+        lambda: nn.Sequential(_linear(), Of(lambda self, x: Times.apply(self.a(x), 1.0, math.inf), a=_linear())),
+        *("1", _CODE),
     ),
 }
+#: Model and batch; the expected phase, module and words.
+CASES = {
+    **{name: (make, batch, "forward", "", words) for name, (make, batch, words) in FROM_DATA.items()},
+    **{name: (make, _GOOD, "forward", *expected) for name, (make, *expected) in IN_FORWARD.items()},
+    **{f"backward: {name}": (make, _GOOD, "backward", *expected) for name, (make, *expected) in IN_BACKWARD.items()},
+}
+
+
+#: Model, batch; the expected phase, module and whether it arose after that module; words of the explanation.
 
 
 @pytest.mark.parametrize(
@@ -790,8 +660,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, tuple[str, str, bool], str]
 )
 @pytest.mark.parametrize("name", CASES)
 def test_each_constructed_culprit_is_named(name: str, kinds: tuple[str, ...]) -> None:
-    torch.manual_seed(0)
-    make, batch, expected, words = CASES[name]
+    make, batch, phase, module, words = CASES[name]
     model = make()
     parameters = list(model.parameters()) or [nn.Parameter(torch.ones(1))]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -806,43 +675,35 @@ def test_each_constructed_culprit_is_named(name: str, kinds: tuple[str, ...]) ->
         optimizer.step()
         inspector.detach()
     event = inspector.session().events[0]
-    assert (event.phase, event.module, event.after) == expected, event
+    assert (event.phase, event.module, event.after) == (phase, module, False), event
     assert words in event.explanation
 
 
-def test_code_after_the_model_is_the_culprit_if_it_spoils_one_of_two_calls() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-    with Inspector(model, capture=(), optimizers=torch.optim.SGD(model.parameters(), lr=0.1)) as inspector:
-        one, other = model(_GOOD), model(_GOOD + 1)
-        # The square root's gradient at zero is infinite, and reaches only the first call's output.
+def _first_spoiled(model: nn.Module, outputs: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> Event:
+    """Return the first event of a backward in which the code after the model spoils the gradient of the first output."""
+    with Inspector(model, capture=(), optimizers=sgd(model)) as inspector:
+        one, other = outputs()
+        # The square root's gradient at zero is infinite.
         ((one - one.detach()).square().sum().sqrt() + other.square().sum()).backward()
-    event = inspector.session().events[0]
+    return inspector.session().events[0]
+
+
+def test_code_after_the_model_is_the_culprit_if_it_spoils_one_of_two_calls() -> None:
+    model = nn.Sequential(_linear(), nn.Tanh(), nn.Linear(4, 2))
+    event = _first_spoiled(model, lambda: (model(_GOOD), model(_GOOD + 1)))
     assert (event.phase, event.module, event.after) == ("backward", "2", True)
     assert "in the backward of the code after this module" in event.explanation
 
 
 def test_code_after_a_model_is_the_culprit_if_it_spoils_one_of_two_outputs() -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.other = nn.Linear(4, 2), nn.Linear(4, 2)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return self.one(x), self.other(x)
-
-    torch.manual_seed(0)
-    model = Heads()
-    with Inspector(model, capture=(), optimizers=torch.optim.SGD(model.parameters(), lr=0.1)) as inspector:
-        one, other = model(_GOOD)
-        ((one - one.detach()).square().sum().sqrt() + other.square().sum()).backward()
-    event = inspector.session().events[0]
+    model = Of(lambda self, x: (self.one(x), self.other(x)), one=nn.Linear(4, 2), other=nn.Linear(4, 2))
+    event = _first_spoiled(model, lambda: model(_GOOD))
     assert (event.phase, event.module, event.after) == ("backward", "one", True)
 
 
 def test_finite_inputs_that_overflow_under_autocast_are_reported_with_their_maximum() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    with Inspector(model, capture=(), optimizers=torch.optim.SGD(model.parameters(), lr=0.1)) as inspector:
+    with Inspector(model, capture=(), optimizers=sgd(model)) as inspector:
         with torch.autocast("cpu", torch.float16):
             output = model(torch.full((2, 4), 1e5))
         output.float().sum().backward()

@@ -67,278 +67,243 @@ def _leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, requires_grad=True)
 
 
-def _alone(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+#: Gets the leaf x and y = 3 x, registers hooks, and returns the loss of the last backward, or None if there is none.
+Scenario = Callable[[_Run, torch.Tensor, torch.Tensor], "torch.Tensor | None"]
+_SCENARIOS: list[Scenario] = []
+
+
+def _scenario(scenario: Scenario) -> Scenario:
+    _SCENARIOS.append(scenario)
+    return scenario
+
+
+@_scenario
+def _alone(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     run.ours(y)
-    y.square().sum().backward()
-    return x
+    return y.square().sum()
 
 
-def _users_hooks_before_and_after(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+@_scenario
+def _users_hooks_before_and_after(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     run.users(y, "before", 2.0)
     run.ours(y)
     run.users(y, "after", 5.0)
     run.users(y, "last")
-    y.square().sum().backward()
-    return x
+    return y.square().sum()
 
 
-def _users_hooks_only_after(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+@_scenario
+def _users_hooks_only_after(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     run.ours(y)
     run.users(y, "after", 5.0)
     run.ours(y, "ours again")
     run.users(y, "last")
-    y.square().sum().backward()
-    return x
+    return y.square().sum()
 
 
-def _a_users_hook_removed(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+@_scenario
+def _a_users_hook_removed(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     run.ours(y)
     handle = run.users(y, "removed", 5.0)
     run.users(y, "stays")
     handle.remove()
     y.square().sum().backward(retain_graph=True)
     run.users(y, "late")
-    y.square().sum().backward()
-    return x
+    return y.square().sum()
 
 
-def _two_backwards_of_one_graph(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+@_scenario
+def _two_backwards_of_one_graph(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     run.ours(y)
     loss = y.square().sum()
     loss.backward(retain_graph=True)
-    loss.backward()
-    return x
+    return loss
 
 
-def _a_backward_of_a_backward(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+@_scenario
+def _a_backward_of_a_backward(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     run.ours(y)
     (gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
     run.ours(gradient, "gradient")
-    gradient.square().sum().backward()
-    return x
+    return gradient.square().sum()
 
 
-def _used_twice(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+@_scenario
+def _used_twice(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     run.ours(y)
-    (y.square().sum() + y.exp().sum()).backward()
-    return x
+    return y.square().sum() + y.exp().sum()
 
 
-def _its_gradient_retained_before(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
-    y.retain_grad()
-    run.ours(y)
+def _retained(run: _Run, y: torch.Tensor) -> None:
     run.users(y, "after", 2.0)
     y.square().sum().backward()
     assert y.grad is not None
     run.calls.append(("retained", y.grad.tolist()))
-    return x
 
 
-def _its_gradient_retained_after(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+@_scenario
+def _its_gradient_retained_before(run: _Run, x: torch.Tensor, y: torch.Tensor) -> None:
+    y.retain_grad()
+    run.ours(y)
+    _retained(run, y)
+
+
+@_scenario
+def _its_gradient_retained_after(run: _Run, x: torch.Tensor, y: torch.Tensor) -> None:
     run.ours(y)
     y.retain_grad()
-    run.users(y, "after", 2.0)
-    y.square().sum().backward()
-    assert y.grad is not None
-    run.calls.append(("retained", y.grad.tolist()))
-    return x
+    _retained(run, y)
 
 
-def _asked_for_by_grad(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+@_scenario
+def _asked_for_by_grad(run: _Run, x: torch.Tensor, y: torch.Tensor) -> None:
     run.ours(y)
     run.users(y, "after", 2.0)
     (gradient,) = torch.autograd.grad(y.square().sum(), y)
     run.calls.append(("grad", gradient.tolist()))
-    return x
 
 
-def _outputs_of_one_operation(run: _Run) -> torch.Tensor:
-    x = _leaf(3, 4)
-    parts = (x * 3).unbind(0)
+@_scenario
+def _outputs_of_one_operation(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    parts = y.unbind(0)
     for number in (2, 0, 1):
         run.ours(parts[number], f"part {number}")
     run.users(parts[1], "user's", 2.0)
-    (parts[0].sum() + parts[1].square().sum() + parts[2].exp().sum()).backward()
-    return x
+    return parts[0].sum() + parts[1].square().sum() + parts[2].exp().sum()
 
 
-def _one_of_several_outputs_unused(run: _Run) -> torch.Tensor:
-    x = _leaf(6)
-    first, second = torch.split(x * 3, 3)
+@_scenario
+def _one_of_several_outputs_unused(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    first, second = torch.split(y, 2, dim=1)
     run.ours(first, "first")
     run.ours(second, "second")
-    second.square().sum().backward()
-    return x
+    return second.square().sum()
 
 
-def _lstm(run: _Run) -> torch.Tensor:
-    x = _leaf(2, 3, 4)
-    lstm = nn.LSTM(4, 5, batch_first=True)
-    output, (hidden, cell) = lstm(x)
+@_scenario
+def _lstm(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    output, (hidden, cell) = nn.LSTM(4, 5, batch_first=True)(y.view(1, 3, 4))
     for name, tensor in (("output", output), ("hidden", hidden), ("cell", cell)):
         run.ours(tensor, name)
     run.users(cell, "user's", 2.0)
-    (output.square().sum() + hidden.sum() + cell.exp().sum()).backward()
-    return x
+    return output.square().sum() + hidden.sum() + cell.exp().sum()
 
 
-def _changed_in_place_afterwards(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+@_scenario
+def _changed_in_place_afterwards(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     run.ours(y, "before")
     y.mul_(5)
     run.ours(y, "after")
     run.users(y, "user's")
-    y.square().sum().backward()
-    return x
+    return y.square().sum()
 
 
-def _changed_in_place_with_a_users_hook(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+@_scenario
+def _changed_in_place_with_a_users_hook(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     run.ours(y, "before")
     run.users(y, "user's before", 2.0)
     y.mul_(5)
     run.users(y, "user's after")
     run.ours(y, "after")
-    y.square().sum().backward()
-    return x
+    return y.square().sum()
 
 
-def _a_view_changed_in_place_afterwards(run: _Run) -> torch.Tensor:
-    x = _leaf(2, 4)
-    y = x * 3
+@_scenario
+def _a_view_changed_in_place_afterwards(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     row = y[0]
     run.ours(y, "base")
     run.ours(row, "view")
     row.mul_(5)
     run.ours(row, "view after")
     run.ours(y, "base after")
-    (y.square().sum() + row.exp().sum()).backward()
-    return x
+    return y.square().sum() + row.exp().sum()
 
 
-def _a_view_whose_base_is_changed_in_place_afterwards(run: _Run) -> torch.Tensor:
-    x = _leaf(2, 4)
-    y = x * 3
+@_scenario
+def _a_view_whose_base_is_changed_in_place_afterwards(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     row = y[0]
     run.ours(row, "view")
     y.mul_(5)
     run.ours(row, "view after")
     run.users(row, "user's", 2.0)
     run.ours(y, "base after")
-    (y.square().sum() + row.exp().sum()).backward()
-    return x
+    return y.square().sum() + row.exp().sum()
 
 
-def _a_view_whose_base_was_changed_in_place_before(run: _Run) -> torch.Tensor:
-    x = _leaf(2, 4)
-    y = x * 3
+@_scenario
+def _a_view_whose_base_was_changed_in_place_before(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     row = y[0]
     y.mul_(5)
     run.ours(row)
     run.users(row, "user's", 2.0)
-    (y.square().sum() + row.exp().sum()).backward()
-    return x
+    return y.square().sum() + row.exp().sum()
 
 
-def _a_leaf(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
+@_scenario
+def _a_leaf(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     run.users(x, "before")
     run.ours(x)
     run.users(x, "after", 2.0)
-    for _ in range(2):
-        x.square().sum().backward()
-    return x
+    x.square().sum().backward()
+    return x.square().sum()
 
 
-def _a_leaf_whose_hook_is_removed(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
+@_scenario
+def _a_leaf_whose_hook_is_removed(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     handle = run.ours(x)
     x.square().sum().backward()
     handle.remove()
-    x.square().sum().backward()
-    return x
+    return x.square().sum()
 
 
-def _detached_in_place(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
+@_scenario
+def _detached_in_place(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     z = (y + x).square().sum()
     run.ours(y)
     y.detach_()
     run.users(z)
-    z.backward()
-    return x
+    return z
 
 
-def _gone_before_its_backward(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-    y = x * 3
-    run.ours(y)
-    z = y.square().sum()
-    del y
-    z.backward()
-    return x
+@_scenario
+def _gone_before_its_backward(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    # Unlike y, this tensor has no other reference.
+    product = x * 3
+    run.ours(product)
+    return product.square().sum()
 
 
-def _checkpointed(run: _Run) -> torch.Tensor:
-    x = _leaf(4)
-
+@_scenario
+def _checkpointed(run: _Run, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     def part(given: torch.Tensor) -> torch.Tensor:
         hidden = given * 3
         run.ours(hidden, "inside")
         return hidden.exp()
 
-    y = checkpoint(part, x, use_reentrant=False)
-    run.ours(y, "outside")
-    y.square().sum().backward()
-    return x
+    made = checkpoint(part, x, use_reentrant=False)
+    run.ours(made, "outside")
+    return made.square().sum()
 
 
-_SCENARIOS = (
-    *(_alone, _users_hooks_before_and_after, _users_hooks_only_after, _a_users_hook_removed),
-    *(_two_backwards_of_one_graph, _a_backward_of_a_backward, _used_twice),
-    *(_its_gradient_retained_before, _its_gradient_retained_after, _asked_for_by_grad),
-    *(_outputs_of_one_operation, _one_of_several_outputs_unused, _lstm),
-    *(_changed_in_place_afterwards, _changed_in_place_with_a_users_hook),
-    *(_a_view_changed_in_place_afterwards, _a_view_whose_base_is_changed_in_place_afterwards),
-    _a_view_whose_base_was_changed_in_place_before,
-    *(_a_leaf, _a_leaf_whose_hook_is_removed, _detached_in_place, _gone_before_its_backward, _checkpointed),
-)
+def _ran(scenario: Scenario, register: Register) -> tuple[Calls, torch.Tensor | None]:
+    """Return the hooks' calls and the leaf's gradient."""
+    run = _Run(register)
+    x = _leaf(3, 4)
+    loss = scenario(run, x, x * 3)
+    if loss is not None:
+        loss.backward()
+    return run.calls, x.grad
 
 
 @pytest.mark.parametrize("scenario", _SCENARIOS, ids=lambda scenario: scenario.__name__.strip("_").replace("_", " "))
-def test_hooks_are_called_as_by_register_hook(scenario: Callable[[_Run], torch.Tensor]) -> None:
-    oracle = _Run(_with_torch)
-    expected = scenario(oracle)
-    run = _Run(hook_gradient)
-    x = scenario(run)
-    assert run.calls == oracle.calls
-    assert any(name != "user's" for name, _ in run.calls)
-    assert (x.grad is None) == (expected.grad is None)
-    if x.grad is not None and expected.grad is not None:
-        assert torch.equal(x.grad, expected.grad)
+def test_hooks_are_called_as_by_register_hook(scenario: Scenario) -> None:
+    calls, gradient = _ran(scenario, hook_gradient)
+    expected_calls, expected = _ran(scenario, _with_torch)
+    assert calls == expected_calls
+    assert any(name != "user's" for name, _ in calls)
+    assert (gradient is None) == (expected is None)
+    if gradient is not None and expected is not None:
+        assert torch.equal(gradient, expected)
 
 
 def test_only_hooks_of_leaves_return_a_handle() -> None:

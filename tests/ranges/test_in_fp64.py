@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from models import Of
 from torch import nn
-from trainings import take_step
+from trainings import cpu_scaler, inspected, take_step
 
 import mpinspect
 from mpinspect.ranges.capture.steps import StepChoice
@@ -17,19 +18,16 @@ def squares(model, x):
     return model(x).square().mean()
 
 
-class Trend(nn.Module):
-    """Fits polynomials by normal equations, far from zero."""
-
-    def __init__(self, degree, start):
-        super().__init__()
-        self.linear = nn.Linear(32, 8)
-        self.degree, self.start = degree, start
+def trend(degree, start):
+    """Fit polynomials by normal equations, far from zero."""
 
     def forward(self, x):
-        grid = self.start + torch.arange(32, dtype=x.dtype) / 4
-        powers = torch.stack([grid**k for k in range(self.degree + 1)], dim=-1)
+        grid = start + torch.arange(32, dtype=x.dtype) / 4
+        powers = torch.stack([grid**k for k in range(degree + 1)], dim=-1)
         fit = powers @ (torch.linalg.inv(powers.mT @ powers) @ powers.mT @ x.mT)
         return self.linear(x - fit.mT)
+
+    return Of(forward, linear=nn.Linear(32, 8))
 
 
 def gradients(model, x):
@@ -39,8 +37,7 @@ def gradients(model, x):
 
 @pytest.mark.parametrize(("degree", "start"), [(2, 1000.0), (2, 400.0), (2, 2400.0)])
 def test_the_error_of_the_gradients_is_that_of_the_same_step_in_float64(degree, start):
-    torch.manual_seed(0)
-    model, x = Trend(degree, start), torch.randn(16, 32)
+    model, x = trend(degree, start), torch.randn(16, 32)
     wide = copy.deepcopy(model).double()
     in_fp32, exact = gradients(copy.deepcopy(model), x), gradients(wide, x.double())
     (found,) = mpinspect.second_opinion(model, squares, x)
@@ -60,7 +57,6 @@ def test_the_error_of_the_gradients_is_that_of_the_same_step_in_float64(degree, 
     ],
 )
 def test_distances_that_are_the_difference_of_large_squares_are_reported(centre, mode, is_found):
-    torch.manual_seed(0)
     points = centre + 1000 * torch.rand(40, 2)
 
     def loss(model, points):
@@ -73,28 +69,20 @@ def test_distances_that_are_the_difference_of_large_squares_are_reported(centre,
         assert "donot_use_mm_for_euclid_dist" in each.code
 
 
-class Spread(nn.Module):
-    """The square root of a mean of squares less the square of a mean."""
-
-    def forward(self, x):
-        variance = (x * x).mean(-1) - x.mean(-1) ** 2
-        return variance.sqrt()
+def spread(self, x):
+    """Return the square root of a mean of squares less the square of a mean."""
+    variance = (x * x).mean(-1) - x.mean(-1) ** 2
+    return variance.sqrt()
 
 
-class Spreads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.spread, self.head = Spread(), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.head(self.spread(x))
+def spreads():
+    return Of(lambda self, x: self.head(self.spread(x)), spread=Of(spread), head=nn.Linear(8, 1))
 
 
 @pytest.mark.parametrize(("centre", "is_broken"), [(1e5, True), (0.0, False)])
 def test_a_nan_that_fp64_does_not_have_has_the_line_at_which_the_errors_grew(centre, is_broken):
-    torch.manual_seed(0)
     x = centre + torch.randn(64, 8, 16)
-    found = mpinspect.second_opinion(Spreads(), squares, x)
+    found = mpinspect.second_opinion(spreads(), squares, x)
     assert [each.id for each in found if each.id != "result-is-rounding-error"] == ["fp32-too-coarse"] * is_broken
     for each in found[:1]:
         assert (each.layer, each.evidence["operator"]) == ("spread", "sqrt")
@@ -105,7 +93,6 @@ def test_a_nan_that_fp64_does_not_have_has_the_line_at_which_the_errors_grew(cen
 
 @pytest.mark.parametrize(("size", "is_found"), [(1e-4, True), (0.1, False)])
 def test_a_determinant_that_fp32_flushes_is_named_with_its_value_in_fp64(size, is_found):
-    torch.manual_seed(0)
 
     def loss(model, x):
         spread = model(x).square() + 1
@@ -129,7 +116,6 @@ def loss_of(dtype):
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_rounding_to_16_bits_is_not_an_error_of_fp32(dtype):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4), nn.Softmax(-1))
     assert mpinspect.second_opinion(model, loss_of(dtype), torch.randn(32, 16)) == ()
 
@@ -151,7 +137,6 @@ def test_rounding_to_16_bits_is_not_an_error_of_fp32(dtype):
     ],
 )
 def test_functions_that_need_not_agree_to_the_last_bit_raise_no_alarm(function):
-    torch.manual_seed(0)
     model = nn.Linear(16, 16)
     found = mpinspect.second_opinion(
         model, lambda model, x: function(model(x)).square().mean() * 3, torch.randn(16, 16)
@@ -197,7 +182,6 @@ class EditingSGD(torch.optim.SGD):
 
 
 def test_gradients_that_an_optimizer_edits_are_compared_as_it_takes_them():
-    torch.manual_seed(0)
     model = nn.Linear(8, 4)
     optimizer = EditingSGD(model.parameters(), 1e-3)
     with mpinspect.Inspector(model, second=[0]) as inspector:
@@ -208,7 +192,6 @@ def test_gradients_that_an_optimizer_edits_are_compared_as_it_takes_them():
 
 def test_weights_that_an_optimizer_has_stepped_are_exact():
     """A clamp gives the weights twins: its bound is no FP32 number. Several updates follow in one recorded step."""
-    torch.manual_seed(0)
     model, critic = nn.Linear(8, 4), nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizers = [torch.optim.RMSprop(each.parameters(), 1e-2) for each in (model, critic)]
     with mpinspect.Inspector(model, second=[1]) as inspector:
@@ -229,7 +212,6 @@ def test_weights_that_an_optimizer_has_stepped_are_exact():
 
 def test_an_infinity_that_does_no_harm_is_not_reported():
     """A monitor under no_grad, whose exponential FP32 does not hold."""
-    torch.manual_seed(0)
     model = nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with mpinspect.Inspector(model, second=[0]) as inspector:
@@ -241,7 +223,6 @@ def test_an_infinity_that_does_no_harm_is_not_reported():
 
 @pytest.mark.parametrize("write", [lambda x: x.numpy().fill(0.25), lambda x: x.view(torch.int32).fill_(1048576000)])
 def test_a_tensor_that_something_else_has_written_is_taken_as_it_is(write):
-    torch.manual_seed(0)
 
     def loss(model, x):
         x = x * 0.1
@@ -284,12 +265,9 @@ def test_the_first_chosen_steps_run_in_fp64_and_those_after_an_infinity():
 
 def test_a_model_that_takes_a_step_again_after_a_break_is_judged(tmp_path):
     """The scaler skips the steps, so that the weights stay."""
-    torch.manual_seed(0)
-    model = Spreads()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 1e-3), torch.amp.GradScaler("cpu", init_scale=4.0)
-    with mpinspect.Inspector(model, second=True) as inspector:
-        for _ in range(4):
-            take_step(optimizer, squares(model, 1e5 + torch.randn(64, 8, 16)), scaler)
+    model = spreads()
+    options = {"lr": 1e-3, "scaler": cpu_scaler(4.0), "optimizers": None, "second": True}
+    inspector = inspected(model, lambda _: squares(model, 1e5 + torch.randn(64, 8, 16)), 4, **options)
     found = inspector.report().findings[0]
     assert (found.id, found.severity, found.step, found.layer) == ("fp32-too-coarse", "error", 0, "spread")
     assert {"breaks-in-fp32-too"}.isdisjoint(each.id for each in inspector.report().findings)
@@ -298,7 +276,6 @@ def test_a_model_that_takes_a_step_again_after_a_break_is_judged(tmp_path):
 @pytest.mark.parametrize(("offset", "is_lost"), [(3e7, True), (1.0, False)])
 @pytest.mark.parametrize("foreach", [True, False])
 def test_updates_that_fp32_rounds_away_have_their_weight_and_share(offset, is_lost, foreach):
-    torch.manual_seed(0)
     model = nn.Module()
     model.place, model.other = nn.Parameter(torch.full((64,), offset)), nn.Parameter(torch.ones(4))
     goal = offset + torch.randn(64)

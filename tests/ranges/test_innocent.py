@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import Of
 from torch import nn
 from torch.nn.utils import parametrizations
 from trainings import take_step
@@ -203,16 +204,11 @@ _ROWS, _WIDTH = 1024, 64
 def test_an_infinity_hidden_by_one_module_is_reported_as_the_next_modules_input() -> None:
     """ReLU(-inf) is 0; a Linear with the same input has a NaN output, and its input was infinite already."""
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.relu, self.linear = nn.ReLU(), nn.Linear(2, 2)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        broken = x / 0.0
+        return self.relu(broken) + self.linear(broken)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            broken = x / 0.0
-            return self.relu(broken) + self.linear(broken)
-
-    events = _step(Both(), torch.full((1, 2), -1.0))
+    events = _step(Of(forward, relu=nn.ReLU(), linear=nn.Linear(2, 2)), torch.full((1, 2), -1.0))
     assert (events[0].phase, events[0].module, events[0].tensor) == ("forward", "", "linear")
     assert "whose input already held it" in events[0].explanation
 
@@ -220,7 +216,6 @@ def test_an_infinity_hidden_by_one_module_is_reported_as_the_next_modules_input(
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38], ids=str)
 def test_a_large_linear_with_a_broken_weight_is_named_with_its_last_maxima(value: float) -> None:
     """Every output is read, even one that input and weight bound; the last maxima are exact."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, _WIDTH), nn.GELU())
     largest = []
     model[1].register_forward_hook(lambda module, args, y: largest.append(float(y.detach().abs().max())))
@@ -237,17 +232,12 @@ def test_a_large_linear_with_a_broken_weight_is_named_with_its_last_maxima(value
 
 @pytest.mark.parametrize(("by", "module"), [("last", ""), (None, "")], ids=["before a layer", "at the end"])
 def test_an_infinity_made_by_code_after_a_large_product_is_attributed_to_the_code(by: str | None, module: str) -> None:
-    class Divides(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.large, self.last = nn.Linear(4, 8), nn.Linear(8, _WIDTH), nn.Linear(_WIDTH, 2)
-            self.by = 1.0
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.large(self.first(x)) / self.by
+        return self.last(hidden) if by else hidden.flatten()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.large(self.first(x)) / self.by
-            return self.last(hidden) if by else hidden.flatten()
-
-    model = Divides()
+    layers = {"first": nn.Linear(4, 8), "large": nn.Linear(8, _WIDTH), "last": nn.Linear(_WIDTH, 2)}
+    model = Of(forward, **layers, by=1.0)
     event = _train(model, 3, lambda step: setattr(model, "by", 0.0 if step == 2 else 1.0))[0]
     assert (event.step, event.phase, event.module) == (2, "forward", module)
     if by:
@@ -270,15 +260,11 @@ def test_a_broken_layer_after_large_products_is_named() -> None:
 def test_a_layer_is_named_rather_than_the_container_that_returns_its_output() -> None:
     """The container returns the output in another shape, which is another tensor."""
 
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(4, 8), nn.Linear(8, _WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.first(x)).unflatten(0, (2, -1)).flatten(0, 1)
-
-    model = Flat()
+    model = Of(
+        lambda self, x: self.head(self.first(x)).unflatten(0, (2, -1)).flatten(0, 1),
+        first=nn.Linear(4, 8),
+        head=nn.Linear(8, _WIDTH),
+    )
 
     def break_it(step: int) -> None:
         if step == 2:

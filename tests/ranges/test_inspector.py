@@ -139,8 +139,7 @@ def test_the_number_of_events_is_bounded() -> None:
 def test_the_report_of_a_run_without_a_forward_says_so() -> None:
     with Inspector(nn.Linear(1, 1)) as inspector:
         pass
-    text = str(inspector.report())
-    assert "no forward ran" in text
+    assert "no forward ran" in str(inspector.report())
     assert not inspector.report().loss_scale.available
 
 
@@ -192,8 +191,7 @@ def test_a_scaler_without_an_optimizer_of_the_model_produces_a_warning() -> None
 def test_a_model_of_nans_has_events_and_no_advice() -> None:
     model = nn.Linear(4, 1)
     nn.init.constant_(model.weight, float("nan"))
-    inspector = _trained(model)
-    report = inspector.report()
+    report = _trained(model).report()
     assert report.events
     assert not report.loss_scale.available
     assert "nan" in str(report).lower()

@@ -302,8 +302,7 @@ def test_sums_that_lose_nothing_that_matters_are_not_reported(after, dtype):
 
 
 def test_a_sum_of_a_validation_in_regular_steps_is_computed_twice():
-    found = findings("evaluated", steps=20, second=True)
-    finding = found["addition-changes-nothing"]
+    finding = findings("evaluated", steps=20, second=True)["addition-changes-nothing"]
     # The validations follow the optimizer's steps 3, 7 and 11.
     assert (finding.severity, finding.step, finding.evidence["times"]) == ("warning", 12, 399)
     assert "test_kept_sums.py:" in finding.message

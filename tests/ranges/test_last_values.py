@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 
 pytest.importorskip("numba")
@@ -201,30 +202,17 @@ def test_forget_drops_the_result(last: LastValues[str]) -> None:
 # -- in an inspected training ----------------------------------------------------------------------------------------------
 
 
-class _Block(nn.Module):
+def _block() -> nn.Module:
     """A residual branch: its output and its last layer share one gradient, in the same memory."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.proj = nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.proj(torch.tanh(self.up(self.norm(x))))
+    layers = {"norm": nn.LayerNorm(256), "up": nn.Linear(256, 512), "proj": nn.Linear(512, 256)}
+    return Of(lambda self, x: x + self.proj(torch.tanh(self.up(self.norm(x)))), **layers)
 
 
-class _Network(nn.Module):
+def _network() -> nn.Module:
     """Blocks and a head; the network returns the head's output flattened."""
-
-    def __init__(self, width: int = 256) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, width)
-        self.blocks = nn.Sequential(_Block(width), _Block(width))
-        self.head = nn.Linear(width, width)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(self.embedding(tokens))).flatten(0, 1)
+    blocks = nn.Sequential(_block(), _block())
+    layers = {"embedding": nn.Embedding(50, 256), "blocks": blocks, "head": nn.Linear(256, 256)}
+    return Of(lambda self, tokens: self.head(self.blocks(self.embedding(tokens))).flatten(0, 1), **layers)
 
 
 Seen = tuple[dict[TensorKey, Any], list[tuple[tuple[str, str], list[float]]], list[tuple[str, ...]], list[float]]
@@ -266,11 +254,11 @@ def _train(
     kinds: tuple[str, ...],
     *,
     loss_scale: float | None = None,
-    each_step: Callable[[int, _Network, list[torch.Tensor]], None] | None = None,
+    each_step: Callable[[int, nn.Module, list[torch.Tensor]], None] | None = None,
 ) -> Seen:
     """Train three steps of two micro-batches; ``each_step`` is called with the outputs of the blocks."""
     torch.manual_seed(0)
-    network = _Network()
+    network = _network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
     readings: list[tuple[str, ...]] = []
     outputs: list[torch.Tensor] = []
@@ -335,8 +323,7 @@ def test_reuse_under_a_loss_scale_has_the_same_results(
 
 
 def test_a_gradient_shared_by_a_block_and_its_last_layer_is_read_once(reads: _Reads) -> None:
-    torch.manual_seed(0)
-    block = _Block(256)
+    block = _block()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
     read: list[tuple[int, int]] = []
     with Inspector(block, capture=(ACTIVATION_GRADIENT,), optimizers=optimizer):
@@ -359,8 +346,7 @@ def test_a_gradient_shared_by_a_block_and_its_last_layer_is_read_once(reads: _Re
 
 def test_a_shared_gradient_is_divided_and_counted_once(reads: _Reads) -> None:
     """The scale is not a power of two, so the counts are of divided values and cannot replace a reading."""
-    torch.manual_seed(0)
-    block = _Block(256)
+    block = _block()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.01)
     outputs, divided = 2 * 128 * 256, []
     count = fastest.count
@@ -385,7 +371,7 @@ def test_no_result_is_reused_for_a_gradient_changed_between_two_modules(
 ) -> None:
     """Another hook changes the gradient in place, between the block's hook and its last layer's."""
 
-    def change(step: int, network: _Network, outputs: list[torch.Tensor]) -> None:
+    def change(step: int, network: nn.Module, outputs: list[torch.Tensor]) -> None:
         if step in steps:
             for output in outputs:
                 # Runs after the inspector's hook on the same tensor, and before the last layer's hook.
@@ -397,8 +383,7 @@ def test_no_result_is_reused_for_a_gradient_changed_between_two_modules(
 
 def test_a_gradient_changed_in_place_is_counted_with_its_values_at_each_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layer's counts are the block's, shifted by exactly 2^-3."""
-    torch.manual_seed(0)
-    block = _Block(256)
+    block = _block()
     optimizer = torch.optim.SGD(block.parameters(), lr=0.0)
     x = torch.randn(2, 128, 256)
     model = nn.Sequential(block)
@@ -424,15 +409,7 @@ def test_a_gradient_changed_in_place_is_counted_with_its_values_at_each_module(m
 def test_the_watch_names_the_inner_module_of_a_shared_output() -> None:
     """The container returns its head's output in another shape; both have the same maxima."""
 
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(256, 256)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(x).flatten(0, 1)
-
-    model = Flat()
+    model = Of(lambda self, x: self.head(x).flatten(0, 1), head=nn.Linear(256, 256))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     largest: list[float] = []
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -453,16 +430,8 @@ def test_the_watch_names_the_inner_module_of_a_shared_output() -> None:
 
 
 def test_an_output_changed_in_place_by_its_container_is_read_again() -> None:
-    class InPlace(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(256, 256)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden = self.head(x)
-            return hidden.mul_(float("inf")).flatten(0, 1)
-
-    model = nn.Sequential(InPlace())
+    changed = Of(lambda self, x: self.head(x).mul_(float("inf")).flatten(0, 1), head=nn.Linear(256, 256))
+    model = nn.Sequential(changed)
     with Inspector(model) as inspector:
         model(torch.randn(2, 128, 256)).sum().backward()
     event = inspector.session().events[0]

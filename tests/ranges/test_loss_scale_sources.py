@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from models import Of
 from torch import nn
-from trainings import take_step
+from trainings import cpu_scaler, inspected, take_step
 
 from mpinspect import FLOAT16, Inspector, MpinspectWarning, count_exponents
 from mpinspect.ranges.analyse import analyse
@@ -26,16 +27,21 @@ def _weight(session: Session, name: str = "weight") -> TensorWindow:
     return session.totals()[TensorKey(name, "weight_gradient")]
 
 
+def _trained(inputs: tuple[float, ...], scaler: torch.amp.GradScaler, fused: bool = False, **options: Any) -> Inspector:
+    """Train with a step for each input, which is the weight's gradient."""
+    model = _model()
+    options["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.0, fused=fused)
+    options = {"optimizers": None, **options}
+    return inspected(
+        model, lambda step: model(torch.full((1, 1), inputs[step])).sum(), len(inputs), scaler=scaler, **options
+    )
+
+
 @pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
 @pytest.mark.parametrize("scale", [2.0**16, 1.0, 1000.0, 3.0 * 2**-4])
 def test_a_grad_scalers_scale_is_divided_out(scale: float, given: bool) -> None:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    with Inspector(model, scalers=scaler if given else None) as inspector:
-        for x in (3.0, 0.25):
-            take_step(optimizer, model(torch.full((1, 1), x)).sum(), scaler)
-    session = inspector.session()
+    scaler = cpu_scaler(scale)
+    session = _trained((3.0, 0.25), scaler, scalers=scaler if given else None).session()
     assert session.notes == ()
     assert _weight(session).histogram.max_abs == 3.0
     assert _weight(session).histogram.min_abs == 0.25
@@ -43,13 +49,7 @@ def test_a_grad_scalers_scale_is_divided_out(scale: float, given: bool) -> None:
 
 
 def test_each_backward_uses_its_own_scale() -> None:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
-    with Inspector(model) as inspector:
-        for _ in range(4):
-            take_step(optimizer, model(torch.full((1, 1), 3.0)).sum(), scaler)
-    session = inspector.session()
+    session = _trained((3.0,) * 4, cpu_scaler(2.0**10, growth_interval=1)).session()
     assert [(change.step, change.scale) for change in session.progress.scales] == [
         (i, 2.0 ** (10 + i)) for i in range(4)
     ]
@@ -57,25 +57,14 @@ def test_each_backward_uses_its_own_scale() -> None:
 
 
 def test_an_infinity_of_a_skipped_step_is_counted_once() -> None:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with Inspector(model) as inspector:
-        for x in (math.inf, 1.0):
-            take_step(optimizer, model(torch.full((1, 1), x)).sum(), scaler)
+    inspector = _trained((math.inf, 1.0), cpu_scaler(4.0))
     histogram = _weight(inspector.session()).histogram
     assert (histogram.infs, histogram.nonzero, histogram.max_abs) == (1, 1, 1.0)
     assert inspector.session().progress.skipped_steps == 1
 
 
 def test_gradients_of_a_fused_optimizer_are_counted_unscaled() -> None:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with Inspector(model) as inspector:
-        scaler.scale(model(torch.full((1, 1), 3.0)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    inspector = _trained((3.0,), cpu_scaler(8.0), fused=True)
     assert _weight(inspector.session()).histogram.max_abs == 3.0
     assert inspector.session().progress.steps == 1
 
@@ -330,7 +319,6 @@ def test_the_report_bounds_values_that_autocast_flushed() -> None:
 
 def test_a_loop_with_masters_and_a_scale_by_hand_has_the_ranges_of_fp32() -> None:
     """The model is FP16, with FP32 masters and the scale 128; the exponents equal FP32's within FP16's range."""
-    torch.manual_seed(0)
     x, y = torch.randn(64, 32), torch.randn(64, 16)
     reference = nn.Linear(32, 16)
     half = nn.Linear(32, 16)
@@ -363,16 +351,11 @@ def test_a_loop_with_masters_and_a_scale_by_hand_has_the_ranges_of_fp32() -> Non
 def test_fp32_gradients_of_an_fp16_backward_have_fp16s_visibility_floor() -> None:
     """An embedding's gradient is FP32 under autocast, but it passed through the FP16 layer after the embedding."""
 
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(8, 4)
-            self.head = nn.Linear(4, 8, bias=False)
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embedding(tokens))
-
-    model = Tied()
+    model = Of(
+        lambda self, tokens: self.head(self.embedding(tokens)),
+        embedding=nn.Embedding(8, 4),
+        head=nn.Linear(4, 8, bias=False),
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     with Inspector(model, scalers=scaler) as inspector, torch.autocast("cpu", dtype=torch.float16):
         scaler.scale(model(torch.tensor([1, 2])).float().square().mean()).backward()
@@ -396,13 +379,7 @@ def test_different_scales_in_one_backward_make_the_scale_unknown() -> None:
 
 
 def test_a_step_skipped_by_a_fused_optimizer_is_counted_as_skipped() -> None:
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    with Inspector(model) as inspector:
-        for x in (1.0, math.inf, 1.0):
-            take_step(optimizer, model(torch.full((1, 1), x)).sum(), scaler)
-    session = inspector.session()
+    session = _trained((1.0, math.inf, 1.0), cpu_scaler(4.0), fused=True).session()
     assert [(event.step, event.skipped) for event in session.events] == [(1, True)]
     assert (session.progress.steps, session.progress.skipped_steps) == (3, 1)
 

@@ -168,8 +168,7 @@ def test_a_decay_that_rounds_back_is_measured_in_an_optimizer_of_any_name(dtype,
         return 1
 
     inspector, weights = trained(stepping(decays), dtype, steps=80)
-    report = inspector.report()
-    findings = [each for each in report.findings if each.id == "weight-decay-lost"]
+    findings = [each for each in inspector.report().findings if each.id == "weight-decay-lost"]
     assert len(findings) == lost
     for finding in findings:
         assert finding.evidence["factor"] == pytest.approx(factor, rel=1e-4)

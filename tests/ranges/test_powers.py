@@ -3,11 +3,13 @@
 import copy
 import math
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainings import cpu_scaler
 
 from mpinspect.ranges.capture import optimizer_steps
 from mpinspect.ranges.capture import scalers as scaler_watch
@@ -56,15 +58,24 @@ class Training:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
         self.optimizer = make_optimizer(self.model.parameters())
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        self.scaler.scale(self.loss()).backward()
-        self.step()
+        self.scaler = cpu_scaler(scale)
+        self.step_on()
 
     def loss(self):
         with torch.autocast("cpu", torch.bfloat16):
-            return nn.functional.cross_entropy(
-                self.model(torch.randn(6, 8)).float(), torch.randint(0, 4, (6,)), reduction="mean"
-            )
+            output = self.model(torch.randn(6, 8)).float()
+            return nn.functional.cross_entropy(output, torch.randint(0, 4, (6,)))
+
+    @property
+    def gradients(self):
+        return [parameter.grad for parameter in self.model.parameters()]
+
+    def backward(self, loss=None):
+        self.scaler.scale(self.loss() if loss is None else loss).backward()
+
+    def step_on(self, loss=None):
+        self.backward(loss)
+        self.step()
 
     def step(self):
         self.scaler.step(self.optimizer)
@@ -86,8 +97,7 @@ class Training:
 
 
 def ordinary(training):
-    training.scaler.scale(training.loss()).backward()
-    training.step()
+    training.step_on()
 
 
 def micro_batches(training):
@@ -99,18 +109,24 @@ def micro_batches(training):
 
 
 def two_losses(training):
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     training.scaler.scale([training.loss()])[0].backward()
     training.step()
 
 
-def penalty_divided(training):
+def scaled_gradient(training):
+    """Return the gradient of the scaled outputs with respect to their inputs."""
     x = torch.randn(6, 8, requires_grad=True)
-    output = training.model(x).sum()
-    (scaled,) = torch.autograd.grad(training.scaler.scale(output), x, create_graph=True)
-    gradient = scaled * (1.0 / training.scaler.get_scale())
-    training.scaler.scale((gradient.norm(dim=1) - 1).square().mean() + training.loss()).backward()
-    training.step()
+    (gradient,) = torch.autograd.grad(training.scaler.scale(training.model(x).sum()), x, create_graph=True)
+    return gradient
+
+
+def penalised(training, gradient):
+    training.step_on((gradient.norm(dim=1) - 1).square().mean() + training.loss())
+
+
+def penalty_divided(training):
+    penalised(training, scaled_gradient(training) * (1.0 / training.scaler.get_scale()))
 
 
 def penalty_divided_by_a_number(training):
@@ -121,15 +137,11 @@ def penalty_divided_by_a_number(training):
 
 
 def penalty_divided_with_more(training):
-    x = torch.randn(6, 8, requires_grad=True)
-    (scaled,) = torch.autograd.grad(training.scaler.scale(training.model(x).sum()), x, create_graph=True)
-    gradient = scaled * (1.0 / (training.scaler.get_scale() * 3))
-    training.scaler.scale((gradient.norm(dim=1) - 1).square().mean() + training.loss()).backward()
-    training.step()
+    penalised(training, scaled_gradient(training) * (1.0 / (training.scaler.get_scale() * 3)))
 
 
 def decay_after_division(training):
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     training.scaler.unscale_(training.optimizer)
     with torch.no_grad():
         for parameter in training.model.parameters():
@@ -138,17 +150,17 @@ def decay_after_division(training):
 
 
 def divided_by_hand(training):
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     scale = training.scaler.get_scale()
-    for parameter in training.model.parameters():
-        parameter.grad.div_(scale)
+    for gradient in training.gradients:
+        gradient.div_(scale)
     training.optimizer.step()
     training.optimizer.zero_grad()
 
 
 def divided_by_hand_and_by_micro_batches(training):
     for _ in range(2):
-        training.scaler.scale(training.loss()).backward()
+        training.backward()
     scale = training.scaler.get_scale()
     for parameter in training.model.parameters():
         parameter.grad.mul_(1 / (scale * 2))
@@ -157,7 +169,7 @@ def divided_by_hand_and_by_micro_batches(training):
 
 def copied_to_masters(training):
     masters = [parameter.detach().clone() for parameter in training.model.parameters()]
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     for master, parameter in zip(masters, training.model.parameters(), strict=True):
         master -= 0.01 * (parameter.grad.double() / training.scaler._scale.double()).float()
 
@@ -173,8 +185,7 @@ def logged(training):
 def checkpointed(training):
     x = torch.randn(6, 8, requires_grad=True)
     output = torch.utils.checkpoint.checkpoint(training.model, x, use_reentrant=False)
-    training.scaler.scale(output.sum()).backward()
-    training.step()
+    training.step_on(output.sum())
 
 
 def average_of_weights(training):
@@ -186,9 +197,9 @@ def average_of_weights(training):
 
 def a_sum_that_is_dropped(training):
     """A discriminator's gradients, of its own loss and then of the generator's, which are set to zero before its next step."""
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     training.scaler.step(training.optimizer)
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     training.scaler.update()
     training.optimizer.zero_grad(set_to_none=False)
     ordinary(training)
@@ -199,55 +210,44 @@ def a_count_that_equals_the_scale(training):
     x = torch.randn(1, 4096, 8)
     output = training.model(x)
     pooled = nn.functional.adaptive_avg_pool1d(output.transpose(1, 2), 1)
-    training.scaler.scale(output.sum() / 4096 + output.square().mean() + pooled.sum() * output.sum()).backward()
-    training.step()
+    training.step_on(output.sum() / 4096 + output.square().mean() + pooled.sum() * output.sum())
+
+
+@contextmanager
+def hooked(training, hook):
+    handles = [parameter.register_hook(hook) for parameter in training.model.parameters()]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def limits_after_division(training):
-    scaler, parameters = training.scaler, list(training.model.parameters())
-    handles = [
-        each.register_hook(lambda gradient: gradient.clamp(min=0).neg().clamp_max(math.inf)) for each in parameters
-    ]
-    scaler.scale(training.loss()).backward()
-    scaler.unscale_(training.optimizer)
-    nn.utils.clip_grad_value_(parameters, 1e-4)
-    if nn.utils.get_total_norm([each.grad for each in parameters]) > 100:
+    with hooked(training, lambda gradient: gradient.clamp(min=0).neg().clamp_max(math.inf)):
+        training.backward()
+    training.scaler.unscale_(training.optimizer)
+    nn.utils.clip_grad_value_(training.model.parameters(), 1e-4)
+    if nn.utils.get_total_norm(training.gradients) > 100:
         training.optimizer.zero_grad()
     training.step()
-    for handle in handles:
-        handle.remove()
 
 
 def clamped_to_a_multiple_of_the_scale(training):
     bound = 1e-4 * training.scaler.get_scale()
-    handles = [
-        each.register_hook(lambda gradient: gradient.clamp(-bound, bound)) for each in training.model.parameters()
-    ]
-    ordinary(training)
-    for handle in handles:
-        handle.remove()
+    with hooked(training, lambda gradient: gradient.clamp(-bound, bound)):
+        ordinary(training)
 
 
 def clamped_beyond_all_values(training):
-    handles = [each.register_hook(lambda gradient: gradient.clamp(-1e9, 1e9)) for each in training.model.parameters()]
-    ordinary(training)
-    for handle in handles:
-        handle.remove()
+    with hooked(training, lambda gradient: gradient.clamp(-1e9, 1e9)):
+        ordinary(training)
 
 
 HEALTHY = (
-    a_sum_that_is_dropped,
+    *(a_sum_that_is_dropped, a_count_that_equals_the_scale),
     *(limits_after_division, clamped_to_a_multiple_of_the_scale, clamped_beyond_all_values),
-    a_count_that_equals_the_scale,
     *(ordinary, micro_batches, two_losses, penalty_divided, penalty_divided_with_more, decay_after_division),
-    *(
-        divided_by_hand,
-        divided_by_hand_and_by_micro_batches,
-        copied_to_masters,
-        logged,
-        checkpointed,
-        average_of_weights,
-    ),
+    *(divided_by_hand, divided_by_hand_and_by_micro_batches, copied_to_masters, logged, checkpointed),
+    average_of_weights,
 )
 
 
@@ -285,27 +285,21 @@ def test_nothing_is_found_in_an_optimizers_arithmetic(step, name):
 
 
 def one_loss_unscaled(training):
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     training.loss().backward()
     training.step()
 
 
 def penalty_undivided(training):
-    x = torch.randn(6, 8, requires_grad=True)
-    (gradient,) = torch.autograd.grad(training.scaler.scale(training.model(x).sum()), x, create_graph=True)
-    training.scaler.scale((gradient.norm(dim=1) - 1).square().mean() + training.loss()).backward()
-    training.step()
+    penalised(training, scaled_gradient(training))
 
 
 def penalty_added_to_the_loss(training):
-    x = torch.randn(6, 8, requires_grad=True)
-    (gradient,) = torch.autograd.grad(training.scaler.scale(training.model(x).sum()), x, create_graph=True)
-    training.scaler.scale(training.loss() + gradient.square().mean()).backward()
-    training.step()
+    training.step_on(training.loss() + scaled_gradient(training).square().mean())
 
 
 def decay_before_division(training):
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     with torch.no_grad():
         for parameter in training.model.parameters():
             parameter.grad += 0.01 * parameter
@@ -313,14 +307,14 @@ def decay_before_division(training):
 
 
 def decay_before_division_out_of_place(training):
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     for parameter in training.model.parameters():
         parameter.grad = parameter.grad + 0.01 * parameter.detach()
     training.step()
 
 
 def noise_before_division(training):
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     for parameter in training.model.parameters():
         parameter.grad += torch.randn_like(parameter)
     training.step()
@@ -343,28 +337,23 @@ class Injected(torch.autograd.Function):
         return gradient, torch.ones(())
 
 
-def loss_injected_in_the_backward(training):
+def loss_injected_in_the_backward(training, select=lambda hidden: hidden):
     hidden = training.model[:3](torch.randn(6, 8))
-    output = Injected.apply(training.model[3](hidden), hidden.square().mean())
-    training.scaler.scale(output.square().mean()).backward()
-    training.step()
+    output = Injected.apply(training.model[3](select(hidden)), hidden.square().mean())
+    training.step_on(output.square().mean())
 
 
 def loss_injected_beside_an_index(training):
-    hidden = training.model[:3](torch.randn(6, 8))
-    output = Injected.apply(training.model[3](hidden[torch.arange(6)]), hidden.square().mean())
-    training.scaler.scale(output.square().mean()).backward()
-    training.step()
+    loss_injected_in_the_backward(training, lambda hidden: hidden[torch.arange(6)])
 
 
 def scaled_twice(training):
-    training.scaler.scale(training.scaler.scale(training.loss())).backward()
-    training.step()
+    training.step_on(training.scaler.scale(training.loss()))
 
 
 def divided_after_each_backward(training):
     for _ in range(2):
-        training.scaler.scale(training.loss()).backward()
+        training.backward()
         scale = training.scaler.get_scale()
         for parameter in training.model.parameters():
             parameter.grad.mul_(1 / scale)
@@ -372,7 +361,7 @@ def divided_after_each_backward(training):
 
 
 def stepped_undivided(training):
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     training.optimizer.step()
 
 
@@ -383,22 +372,20 @@ def clamped_in_hooks(training):
 
 
 def clamped_in_place_after_the_backward(training):
-    training.scaler.scale(training.loss()).backward()
-    torch._foreach_clamp_max_([each.grad for each in training.model.parameters()], 0.01)
+    training.backward()
+    torch._foreach_clamp_max_(training.gradients, 0.01)
     training.step()
 
 
 def clamped_within_the_backward(training):
     hidden = training.model[:3](torch.randn(6, 8))
     hidden.register_hook(lambda gradient: torch.clip(gradient, max=0.01))
-    training.scaler.scale(training.model[3](hidden).square().mean()).backward()
-    training.step()
+    training.step_on(training.model[3](hidden).square().mean())
 
 
 def norm_compared_undivided(training):
-    training.scaler.scale(training.loss()).backward()
-    norm = nn.utils.get_total_norm([each.grad for each in training.model.parameters()])
-    if norm < 5:
+    training.backward()
+    if nn.utils.get_total_norm(training.gradients) < 5:
         training.optimizer.zero_grad()
     training.step()
 
@@ -422,7 +409,7 @@ class Curvature(torch.optim.Optimizer):
 
 
 def measure_first(training, divide):
-    training.scaler.scale(training.loss()).backward()
+    training.backward()
     divide()
     training.optimizer.zero_grad()
     ordinary(training)
@@ -504,7 +491,7 @@ def test_squares_that_no_optimizer_takes_are_not_found():
     squares = torch.zeros(16, 8)
 
     def logged_by_hand(training):
-        training.scaler.scale(training.loss()).backward()
+        training.backward()
         squares.addcmul_(training.model[0].weight.grad, training.model[0].weight.grad)
         training.step()
 
@@ -519,8 +506,7 @@ def _inner_step(training, of_gradients):
     gradients = map(of_gradients, gradients)
     adapted = {name: w - 0.01 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
     output = torch.func.functional_call(training.model, adapted, (x,))
-    training.scaler.scale(nn.functional.cross_entropy(output, y)).backward()
-    training.step()
+    training.step_on(nn.functional.cross_entropy(output, y))
 
 
 def inner_step_undivided(training):
@@ -579,7 +565,7 @@ def test_all_parameters_in_which_gradients_are_added_are_named():
 
 def test_gradients_that_compiled_code_wrote_are_unknown():
     def step(training):
-        training.scaler.scale(training.loss()).backward()
+        training.backward()
         for parameter in training.model.parameters():
             # As by a kernel that torch's dispatcher does not see.
             parameter.grad = torch.empty_like(parameter)

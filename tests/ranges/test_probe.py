@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from models import Of
 from torch import nn
 from torch.nn import functional as F
 
@@ -204,19 +205,11 @@ def test_parameters_without_a_gradient_are_named():
 
 
 def test_sparse_gradients_and_shared_parameters_are_compared():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(20, 8, sparse=True)
-            self.first = nn.Linear(8, 8)
-            self.second = nn.Linear(8, 8)
-            self.second.weight = self.first.weight
-
-        def forward(self, tokens):
-            return self.second(self.first(self.embedding(tokens)))
-
+    layers = {"embedding": nn.Embedding(20, 8, sparse=True), "first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}
+    model = Of(lambda self, tokens: self.second(self.first(self.embedding(tokens))), **layers)
+    model.second.weight = model.first.weight
     tokens = torch.randint(0, 20, (16,))
-    report = probe(Tied(), lambda m, t: m(t).float().square().mean(), [tokens])
+    report = probe(model, lambda m, t: m(t).float().square().mean(), [tokens])
     assert [layer.name for layer in report.layers] == ["embedding.weight", "first.weight", "first.bias", "second.bias"]
     assert report.layers[0].unscaled.nonzero == tokens.unique().numel() * 8
 

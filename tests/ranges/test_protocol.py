@@ -70,9 +70,7 @@ def test_divisions_by_the_same_scale_are_not_a_fault(multiplied, divided):
 
 def test_a_loss_divided_by_the_inverse_scale_is_recognised():
     found = by_hand(
-        lambda step: 256.0,
-        lambda step: 128.0 if step == 2 else 256.0,
-        of_loss=lambda loss, scale: loss / (1 / scale),
+        lambda step: 256.0, lambda step: 128.0 if step == 2 else 256.0, of_loss=lambda loss, scale: loss / (1 / scale)
     )
     assert found["divided-by-another-scale"].step == 2
 
@@ -280,7 +278,6 @@ def test_weights_that_a_16_bit_copy_overwrites_are_reported(dtype, write):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_that_is_converted_to_16_bits_and_back_between_steps_is_told_to_convert_a_copy(dtype):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -370,7 +367,6 @@ def test_gradients_that_add_up_after_the_training_in_another_place_are_not_of_it
 
 
 def test_gradients_that_are_asked_for_after_the_last_step_add_up_nothing():
-    torch.manual_seed(0)
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Inspector(model, optimizers=optimizer) as inspector:
@@ -544,7 +540,6 @@ def test_gradients_that_are_added_after_the_division_are_reported(clip, fused):
 
 
 def test_gradients_that_a_later_backward_does_not_add_to_are_divided_once():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -621,7 +616,6 @@ def test_weights_that_the_loop_moves_after_a_check_are_not_reported(scale):
 
 
 def test_a_scaler_that_grows_after_each_step_is_to_grow_later():
-    torch.manual_seed(0)
     model = nn.Linear(8, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
@@ -739,7 +733,6 @@ def test_gradients_that_are_clipped_together_with_unscaled_ones_are_named(unscal
 
 
 def test_an_average_over_replicas_before_the_division_is_no_clip():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
@@ -918,7 +911,6 @@ def test_gradients_that_the_loop_uses_otherwise_are_not_a_fault(loop):
 
 
 def test_a_generators_gradients_in_the_discriminator_are_not_a_lost_backward():
-    torch.manual_seed(0)
     generator, discriminator = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     of_generator, of_discriminator = (
         torch.optim.SGD(each.parameters(), lr=0.01) for each in (generator, discriminator)
@@ -960,7 +952,6 @@ def zeroes_weights(weights, masters):
 )
 @pytest.mark.parametrize("scale", [1.0, 64.0])
 def test_a_clip_after_the_copy_to_the_masters_is_reported(before, after, is_late, scale):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 2)).bfloat16()
     weights = list(model.parameters())
     masters = [weight.detach().float().clone() for weight in weights]

@@ -4,7 +4,7 @@ import math
 
 import torch
 from torch import nn
-from trainings import take_step
+from trainings import inspected
 
 from mpinspect import Inspector, count_exponents
 
@@ -26,7 +26,6 @@ def test_sums_that_overflow_fp16_follow_from_the_counts() -> None:
 
 def test_overflowing_batch_norm_statistics_are_reported() -> None:
     """For inputs from N(0, 400^2), an FP16 BatchNorm's running variance is inf, and evaluation returns zeros."""
-    torch.manual_seed(0)
     norm = nn.BatchNorm1d(4).half()
     batch = 400 * torch.randn(256, 4)
     for _ in range(20):
@@ -39,11 +38,7 @@ def test_overflowing_batch_norm_statistics_are_reported() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).half()
     model(8 * batch.half())
     assert model[0].running_var.isinf().all()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Inspector(model, optimizers=optimizer) as inspector:
-        for _ in range(8):
-            model(batch.half()).mean().backward()
-            optimizer.step()
+    inspector = inspected(model, lambda _: model(batch.half()).mean(), 8, lr=0.0)
     broken = {finding.id: finding for finding in inspector.report().findings}["statistics-broken"]
     assert broken.message.startswith("running_var of '0' (BatchNorm1d, FP16) has not been finite since step 0")
 
@@ -83,11 +78,8 @@ def test_an_overflow_under_a_shared_scaler_names_the_network() -> None:
 def test_a_scale_that_collapses_due_to_a_nan_in_the_forward_is_an_error() -> None:
     """Forty forwards with a NaN lower the scale from 8 to 7e-12 without effect."""
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    with Inspector(model) as inspector:
-        for _ in range(40):
-            take_step(optimizer, (model(torch.ones(1, 2)) / 0 * 0).sum(), scaler)
+    inspector = inspected(model, lambda _: (model(torch.ones(1, 2)) / 0 * 0).sum(), 40, optimizers=None, scaler=scaler)
     assert scaler.get_scale() == 8.0 * 2.0**-40
     assert inspector.session().progress.skipped_steps == 40
     report = inspector.report()

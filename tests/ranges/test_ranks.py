@@ -316,12 +316,7 @@ def test_ranks_that_ended_early_are_first_in_the_verdict_with_their_cause():
     for rank, steps in enumerate((580, 570, 580)):
         total.add(ending_at(rank, steps, ended=rank == 1))
     killed = "without a report (killed, or it crashed)"
-    measured = [
-        left(0, killed, 1.0),
-        left(1, "by ValueError: bad batch"),
-        left(2, killed, 1.0),
-        left(3, killed, 1.0),
-    ]
+    measured = [left(0, killed, 1.0), left(1, "by ValueError: bad batch"), left(2, killed, 1.0), left(3, killed, 1.0)]
     report = analyse(total.session(ended_early=measured))
     said = finding(report, "rank-ended-early")
     assert report.findings[0] is said

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm
+from models import Of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from trainings import take_step
@@ -70,9 +71,7 @@ def test_a_step_measures_the_same_as_compare_recipes(options):
 
 
 def test_the_first_second_fourth_and_eighth_sampled_steps_are_added():
-    model = net()
-    session = train(model, 11, every=1).session()
-    records = session.precision.operands
+    records = train(net(), 11, every=1).session().precision.operands
     assert {record.steps for record in records} == {4}
     assert (
         sum(record.loss.nonzero for record in records if record.key == ("head", "mxfp4", "fprop", "input"))
@@ -128,22 +127,13 @@ def test_the_report_has_a_section_only_where_recipes_were_asked_for():
 
 def test_a_recipe_of_a_later_version_is_left_out():
     record = OperandRecord("fc", "fp3", "fprop", "input", (32, 32))
-    session = Session(precision=Precision(operands=(record,)))
-    assert recipe_report(session) is None
+    assert recipe_report(Session(precision=Precision(operands=(record,)))) is None
 
 
 def test_a_run_judges_a_product_of_a_module_that_is_not_a_linear():
-    class Product(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 64))
-
-        def forward(self, x):
-            return x @ self.weight
-
     def judged():
         model = net()
-        model.body = Product()
+        model.body = Of(lambda self, x: x @ self.weight, weight=nn.Parameter(torch.randn(64, 64)))
         return model
 
     torch.manual_seed(0)

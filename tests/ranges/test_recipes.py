@@ -20,6 +20,7 @@ import torch
 import torchao_here
 from hypothesis import given
 from hypothesis import strategies as st
+from models import Of
 from quantising import quantised
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -78,11 +79,7 @@ def test_each_operand_is_compared_with_its_quantised_self() -> None:
     (gradient,) = torch.autograd.grad(loss, caught["y"])
     report = mpinspect.compare_recipes(model, _loss, [x], ["mxfp4"])
     weight = model.head.weight.detach()
-    operands = {
-        "fprop": (caught["x"], weight),
-        "dgrad": (gradient, weight.T),
-        "wgrad": (gradient.T, caught["x"].T),
-    }
+    operands = {"fprop": (caught["x"], weight), "dgrad": (gradient, weight.T), "wgrad": (gradient.T, caught["x"].T)}
     for product, expected in operands.items():
         (cell,) = _row(report, "head", product).cells
         for found, tensor in zip(cell.operands, expected, strict=True):
@@ -183,7 +180,6 @@ def test_a_module_that_loses_more_than_one_percent_is_kept_wide() -> None:
 
 
 def test_sizes_that_kernels_refuse_are_kept_wide() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(OrderedDict(body=_Net(classes=10), between=nn.Linear(10, 32), head=nn.Linear(32, 10)))
     report = mpinspect.compare_recipes(model, _loss, [_batch()], ["fp8-rowwise"])
     (recipe,) = report.recipes
@@ -215,15 +211,9 @@ def test_blocks_that_become_nan_are_named() -> None:
 
 
 def test_layers_that_are_not_called_are_named() -> None:
-    class Attending(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.out = nn.MultiheadAttention(64, 2, batch_first=True), nn.Linear(64, 32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(self.attention(x, x, x)[0])  # type: ignore[no-any-return]
-
-    report = mpinspect.compare_recipes(Attending(), _loss, [torch.randn(2, 32, 64)], ["mxfp8"])
+    layers = {"attention": nn.MultiheadAttention(64, 2, batch_first=True), "out": nn.Linear(64, 32)}
+    model = Of(lambda self, x: self.out(self.attention(x, x, x)[0]), **layers)
+    report = mpinspect.compare_recipes(model, _loss, [torch.randn(2, 32, 64)], ["mxfp8"])
     assert report.not_called == ("attention.out_proj",)
     assert "'attention.out_proj'" in str(report)
 
@@ -237,30 +227,19 @@ def test_a_cell_has_the_noise_of_the_worst_layer_under_stochastic_rounding() -> 
     assert 0.05 < deviation < 0.3
 
 
-class _Transposed(nn.Module):
-    """Stores its weight as (input features, output features), like the Conv1D of transformers."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(linear.weight.detach().T.clone()), linear.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.bias, x, self.weight)
+def _transposed(linear: nn.Linear) -> nn.Module:
+    """Store the weight as (input features, output features), like the Conv1D of transformers."""
+    weight = nn.Parameter(linear.weight.detach().T.clone())
+    return Of(lambda self, x: torch.addmm(self.bias, x, self.weight), weight=weight, bias=linear.bias)
 
 
 class _Subclass(nn.Linear):
     pass
 
 
-class _Scaled(nn.Module):
-    """Has a matrix as its weight, and does not multiply by it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(64, 64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight.diagonal()
+def _scaled() -> nn.Module:
+    """Return a module that has a matrix as its weight, and does not multiply by it."""
+    return Of(lambda self, x: x * self.weight.diagonal(), weight=nn.Parameter(torch.rand(64, 64)))
 
 
 def test_a_product_is_judged_whatever_the_class_of_its_module_and_the_layout_of_its_weight() -> None:
@@ -268,10 +247,10 @@ def test_a_product_is_judged_whatever_the_class_of_its_module_and_the_layout_of_
     with torch.no_grad():
         for net in (plain, other):
             net.head.weight[:, ::32] = 40.0
-    other.blocks[1][0], other.head = _Transposed(other.blocks[1][0]), _Transposed(other.head)  # type: ignore[assignment]
+    other.blocks[1][0], other.head = _transposed(other.blocks[1][0]), _transposed(other.head)  # type: ignore[assignment]
     other.blocks[0][0].__class__ = _Subclass
-    other.blocks.append(_Scaled())
-    plain.blocks.append(_Scaled())
+    other.blocks.append(_scaled())
+    plain.blocks.append(_scaled())
     plain.blocks[2].load_state_dict(other.blocks[2].state_dict())
     expected, found = (mpinspect.compare_recipes(net, _loss, [x], ["mxfp8", "mxfp4"]) for net in (plain, other))
     assert found.rows == expected.rows
@@ -464,8 +443,7 @@ def test_an_error_while_experts_are_measured_is_noted_and_the_training_continues
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(OperandLosses, "multiplied", lambda *_: 1 / 0)
-    model = _Experts("loop")
-    notes = " ".join(_run(model, torch.randn(96, 64), _CALLS["plain"]).session().notes)
+    notes = " ".join(_run(_Experts("loop"), torch.randn(96, 64), _CALLS["plain"]).session().notes)
     assert "mpinspect failed in measure (" in notes
     assert "the training is not affected" in notes
 
@@ -565,7 +543,6 @@ def test_text_and_json_have_every_recipe() -> None:
 
 
 def test_the_code_is_python_and_names_modules_of_the_model() -> None:
-    torch.manual_seed(0)
     model = _Net(classes=10)
     report = mpinspect.compare_recipes(model, _loss, [_batch()], list(RECIPES))
     names = {name for name, _ in model.named_modules()}
@@ -775,16 +752,9 @@ def test_a_recipe_of_transformer_engine_that_serves_more_is_advised_too() -> Non
 
 
 def test_where_a_recipe_fails_and_where_it_is_undecided_are_two_numbers() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.before, self.spread, self.gate = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.gate(self.spread(self.before(x) * _spread().sizes))  # type: ignore[no-any-return]
-
-    report = mpinspect.compare_recipes(Net(), _loss, [_batch()], ["nvfp4"])
+    layers = {"before": nn.Linear(64, 64), "spread": nn.Linear(64, 64), "gate": nn.Linear(64, 32)}
+    model = Of(lambda self, x: self.gate(self.spread(self.before(x) * _spread().sizes)), **layers)
+    report = mpinspect.compare_recipes(model, _loss, [_batch()], ["nvfp4"])
     assert report.unserved(report.recipes[0]) == ("spread",)
     text = " ".join(str(report).split())
     assert "NVFP4, cc 10.0 fails in 1 of 2 layers, undecided in 1: at worst" in text
@@ -847,15 +817,9 @@ def test_bad_input_is_named() -> None:
 
 
 def test_a_complex_layer_is_named_as_not_judged() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.real, self.complex = nn.Linear(64, 64), nn.Linear(64, 64, dtype=torch.complex64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.complex(self.real(x).to(torch.complex64)).abs()  # type: ignore[no-any-return]
-
-    report = mpinspect.compare_recipes(Net(), _loss, [_batch()], ["mxfp8"])
+    layers = {"real": nn.Linear(64, 64), "complex": nn.Linear(64, 64, dtype=torch.complex64)}
+    model = Of(lambda self, x: self.complex(self.real(x).to(torch.complex64)).abs(), **layers)
+    report = mpinspect.compare_recipes(model, _loss, [_batch()], ["mxfp8"])
     assert (list(report.modules), report.not_called) == (["real"], ("complex",))
 
 

@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-import threading
 import warnings
 from collections import namedtuple
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from rounding_oracle import exponent_counts
+from together import together
 
 from mpinspect import Inspector, MpinspectWarning, Session, count_exponents
 from mpinspect.ranges.capture.steps import Schedule
@@ -26,6 +26,22 @@ def window_of(recorder: Recorder, name: str = "x", kind: str = "weight_gradient"
     return recorder.session().totals()[TensorKey(name, kind)]
 
 
+def observed(*arrays: object, **options: object) -> Recorder:
+    """Return a recorder of these arrays, each in a step of its own."""
+    recorder = Recorder()
+    for step, array in enumerate(arrays):
+        recorder.observe("x", array, step=step, **options)
+    return recorder
+
+
+def of_steps(*steps: object, **options: object) -> Recorder:
+    """Return a recorder of ones in these steps."""
+    recorder = Recorder(**options)
+    for step in steps:
+        recorder.observe("x", np.ones(3), step=step)
+    return recorder
+
+
 def values(size: int = 100, dtype: object = np.float32) -> np.ndarray:
     return (RANDOM.standard_normal(size) * 2.0 ** RANDOM.integers(-20, 10, size)).astype(dtype)
 
@@ -35,24 +51,23 @@ def values(size: int = 100, dtype: object = np.float32) -> np.ndarray:
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0, 2.0**-3])
 def test_a_power_of_two_scale_is_divided_out_exactly(scale: float) -> None:
-    recorder, array = Recorder(), values()
-    recorder.observe("x", array * np.float32(scale), loss_scale=scale)
-    assert window_of(recorder).histogram == count_exponents(array)
+    array = values()
+    assert window_of(observed(array * np.float32(scale), loss_scale=scale)).histogram == count_exponents(array)
 
 
 def test_any_other_scale_is_divided_out_in_float64() -> None:
-    recorder, array = Recorder(), values()
-    recorder.observe("x", array, loss_scale=1000.0)
-    assert window_of(recorder).histogram == count_exponents(array.astype(np.float64) / 1000.0)
+    array = values()
+    expected = count_exponents(array.astype(np.float64) / 1000.0)
+    assert window_of(observed(array, loss_scale=1000.0)).histogram == expected
 
 
 @pytest.mark.parametrize(
     "scale", [np.float32(8), np.array([8.0]), torch.tensor(8.0), torch.tensor([8.0], requires_grad=True)]
 )
 def test_a_scale_can_be_an_array(scale: object) -> None:
-    recorder = Recorder()
-    recorder.observe("x", np.float32([8.0, 16.0]), loss_scale=scale)
-    assert window_of(recorder).histogram == count_exponents(np.array([1.0, 2.0]))
+    assert window_of(observed(np.float32([8.0, 16.0]), loss_scale=scale)).histogram == count_exponents(
+        np.array([1.0, 2.0])
+    )
 
 
 @pytest.mark.parametrize("scale", [None, 0.0, -1.0, math.inf, math.nan])
@@ -60,8 +75,7 @@ def test_an_unknown_scale_produces_a_warning_and_no_advice(scale: float | None) 
     recorder = Recorder()
     with pytest.warns(MpinspectWarning, match="loss scale is not known"):
         recorder.observe("x", np.ones(3), loss_scale=scale)
-    session = recorder.session()
-    assert not session.progress.scale_known
+    assert not recorder.session().progress.scale_known
     assert window_of(recorder).histogram == count_exponents(np.ones(3))
     assert recorder.report().loss_scale.recommended is None
 
@@ -92,26 +106,22 @@ def test_only_gradients_are_unscaled() -> None:
 def test_the_format_passed_through_sets_the_visibility_floor(
     array: np.ndarray, given: str | None, format: str, floor: int | None
 ) -> None:
-    recorder = Recorder()
-    recorder.observe("x", array, loss_scale=1024.0, passed_through=given)
-    window = window_of(recorder)
+    window = window_of(observed(array, loss_scale=1024.0, passed_through=given))
     assert (window.passed_through, window.floor_exponent) == (format, floor)
     assert window.dtypes == (array.dtype.name,)
 
 
 def test_an_overflow_of_fp16_counts_as_a_peak_beyond_its_range() -> None:
     for scale, least in ((1.0, 16), (1024.0, 6), (1000.0, 6)):
-        recorder = Recorder()
-        recorder.observe("x", np.array([1.0, np.inf], np.float16), loss_scale=scale)
+        recorder = observed(np.array([1.0, np.inf], np.float16), loss_scale=scale)
         assert window_of(recorder).peaks == {least: 1}
         assert recorder.session().gradient_peaks() == {least: 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_torch_tensors_are_counted(dtype: torch.dtype) -> None:
-    recorder = Recorder()
     tensor = torch.from_numpy(values()).to(dtype).requires_grad_()
-    recorder.observe("x", tensor)
+    recorder = observed(tensor)
     assert window_of(recorder).histogram == count_exponents(tensor)
     assert recorder.session().watched[0].shape == (100,)
 
@@ -147,15 +157,7 @@ def test_nested_arrays_get_dotted_names() -> None:
     recorder.observe("net", tree)
     recorder.observe("", {"d": np.ones(1), 7: np.ones(1)})
     found = {key.name: window.histogram.total for key, window in recorder.session().totals().items()}
-    assert found == {
-        "net.a.kernel": 2,
-        "net.b.0": 3,
-        "net.b.1.0": 4,
-        "net.c.mean": 1,
-        "net.c.scale": 2,
-        "d": 1,
-        "7": 1,
-    }
+    assert found == {"net.a.kernel": 2, "net.b.0": 3, "net.b.1.0": 4, "net.c.mean": 1, "net.c.scale": 2, "d": 1, "7": 1}
 
 
 def test_a_bad_leaf_does_not_hide_its_siblings() -> None:
@@ -170,14 +172,11 @@ def test_a_bad_leaf_does_not_hide_its_siblings() -> None:
 
 
 def steps(recorder: Recorder) -> list[tuple[int, int]]:
-    session = recorder.session()
-    return [(window.first_step, window.last_step) for window in session.windows]
+    return [(window.first_step, window.last_step) for window in recorder.session().windows]
 
 
 def test_a_larger_number_ends_a_step() -> None:
-    recorder = Recorder()
-    for step in (0, 0, 1, 4, 4):
-        recorder.observe("x", np.ones(3), step=step)
+    recorder = of_steps(0, 0, 1, 4, 4)
     assert steps(recorder) == [(0, 0), (1, 1), (4, 4)]
     progress = recorder.session().progress
     assert (progress.steps, progress.sampled_steps, progress.backwards) == (5, 3, 3)
@@ -203,9 +202,7 @@ def test_step_numbers_and_next_step_can_be_combined() -> None:
 
 
 def test_steps_that_restart_in_each_epoch_are_numbered_consecutively() -> None:
-    recorder = Recorder()
-    for step in (0, 1, 2):
-        recorder.observe("x", np.ones(3), step=step)
+    recorder = of_steps(0, 1, 2)
     with pytest.warns(MpinspectWarning, match="went back from 2 to 0"):
         recorder.observe("x", np.ones(3), step=0)
     for step in (1, 2):
@@ -232,15 +229,12 @@ def test_arrays_between_samples_are_not_read() -> None:
 
 
 def test_a_schedule_chooses_the_sampled_steps() -> None:
-    recorder = Recorder(every=Schedule(every=4, dense=2))
-    for step in range(9):
-        recorder.observe("x", np.ones(3), step=step)
+    recorder = of_steps(*range(9), every=Schedule(every=4, dense=2))
     assert [first for first, _ in steps(recorder)] == [0, 1, 4, 8]
 
 
 def test_reading_the_session_in_the_middle_of_a_step_does_not_end_it() -> None:
-    recorder = Recorder()
-    recorder.observe("x", np.ones(3), step=0)
+    recorder = of_steps(0)
     recorder.session()
     recorder.report()
     recorder.observe("x", np.ones(3), step=0)
@@ -250,9 +244,7 @@ def test_reading_the_session_in_the_middle_of_a_step_does_not_end_it() -> None:
 
 
 def test_the_session_of_a_long_run_is_bounded() -> None:
-    recorder = Recorder()
-    for step in range(2000):
-        recorder.observe("x", np.ones(3), step=step)
+    recorder = of_steps(*range(2000))
     recorder.close()
     session = recorder.session()
     assert len(session.windows) < 256
@@ -272,13 +264,8 @@ def test_the_first_non_finite_array_becomes_the_steps_event() -> None:
         recorder.observe("c", np.array([np.nan]) if step == 10 else np.ones(1), loss_scale=2.0)
         recorder.next_step(skipped=step == 10)
     (event,) = recorder.session().events
-    assert (event.step, event.phase, event.module, event.tensor, event.value) == (
-        10,
-        "backward",
-        "b",
-        "b.kernel",
-        "inf",
-    )
+    assert (event.step, event.phase) == (10, "backward")
+    assert (event.module, event.tensor, event.value) == ("b", "b.kernel", "inf")
     assert (event.loss_scale, event.skipped, event.forward_finite) == (2.0, True, None)
     assert event.last_maxima == tuple(float(step) for step in range(3, 11))
     assert recorder.session().progress.skipped_steps == 1
@@ -307,8 +294,7 @@ def test_a_mask_of_infinities_is_one_event() -> None:
 
 
 def test_an_infinity_in_the_current_step_is_in_the_session() -> None:
-    recorder = Recorder()
-    recorder.observe("x", np.array([np.inf]))
+    recorder = observed(np.array([np.inf]))
     assert len(recorder.session().events) == 1
     recorder.close()
     assert len(recorder.session().events) == 1
@@ -318,7 +304,6 @@ def test_an_infinity_in_the_current_step_is_in_the_session() -> None:
 
 
 def test_a_recorder_and_an_inspector_record_the_same() -> None:
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = Recorder(model="Sequential")
@@ -349,11 +334,8 @@ def test_the_run_directory_can_be_loaded(tmp_path: Path) -> None:
             recorder.observe("x", values(), step=step, loss_scale=8.0)
     loaded = Session.load(tmp_path / "run")
     assert loaded.totals() == recorder.session().totals()
-    assert (loaded.info.model, loaded.progress, loaded.watched) == (
-        "net",
-        recorder.session().progress,
-        recorder.session().watched,
-    )
+    assert loaded.info.model == "net"
+    assert (loaded.progress, loaded.watched) == (recorder.session().progress, recorder.session().watched)
     assert list((tmp_path / "run").glob("events.out.tfevents.*"))
     assert recorder.log_dir == tmp_path / "run"
 
@@ -509,18 +491,8 @@ def test_each_kind_of_wrong_argument_produces_one_warning() -> None:
 
 
 def test_step_numbers_are_exact() -> None:
-    recorder = Recorder()
-    for step in (
-        2**60,
-        2**60 + 1,
-        np.int64(2**60 + 2),
-        np.array(2**60 + 3),
-        torch.tensor(2**60 + 4),
-        2.0**61,
-        2**63 - 1,
-    ):
-        recorder.observe("x", np.ones(1), step=step)
-    session = recorder.session()
+    others = (np.int64(2**60 + 2), np.array(2**60 + 3), torch.tensor(2**60 + 4), 2.0**61)
+    session = of_steps(2**60, 2**60 + 1, *others, 2**63 - 1).session()
     assert session.progress.steps == 2**63 - 2**60
     assert session.notes == ()
 
@@ -544,8 +516,7 @@ def test_warnings_as_errors_do_not_stop_the_loop() -> None:
 
 
 def test_observations_after_close_are_not_recorded() -> None:
-    recorder = Recorder()
-    recorder.observe("x", np.ones(3))
+    recorder = observed(np.ones(3))
     recorder.close()
     recorder.close()
     with pytest.warns(MpinspectWarning, match=r"after close\(\)"):
@@ -571,13 +542,7 @@ def test_every_must_be_a_number_of_steps(every: object) -> None:
 
 def test_threads_can_observe_concurrently() -> None:
     recorder = Recorder()
-    threads = [
-        threading.Thread(target=lambda: [recorder.observe("x", np.ones(3)) for _ in range(50)]) for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(4, lambda _: [recorder.observe("x", np.ones(3)) for _ in range(50)])
     assert window_of(recorder).histogram.total == 600
 
 
@@ -588,14 +553,9 @@ def test_an_empty_recorder_has_a_report() -> None:
 
 
 def test_the_counts_equal_an_oracle_in_numpy() -> None:
-    recorder, arrays = Recorder(), [values(500), values(300, np.float16), np.zeros(7)]
-    for step, array in enumerate(arrays):
-        recorder.observe("x", array.reshape(-1, 1), step=step)
+    arrays = [values(500), values(300, np.float16), np.zeros(7)]
     truth = exponent_counts(np.concatenate([array.astype(np.float64) for array in arrays]))
-    histogram = window_of(recorder).histogram
+    histogram = window_of(observed(*(array.reshape(-1, 1) for array in arrays))).histogram
     assert {histogram.min_exponent + i: int(n) for i, n in enumerate(histogram.counts) if n} == truth["counts"]
-    assert (histogram.zeros, histogram.min_abs, histogram.max_abs) == (
-        truth["zeros"],
-        truth["min_abs"],
-        truth["max_abs"],
-    )
+    ends = (histogram.zeros, histogram.min_abs, histogram.max_abs)
+    assert ends == (truth["zeros"], truth["min_abs"], truth["max_abs"])

@@ -16,12 +16,7 @@ import pytest
 from mpinspect.ranges import kinds
 from mpinspect.ranges import session as s
 from mpinspect.ranges.capture import recording as recordings
-from mpinspect.ranges.capture.recording import (
-    UNWRITTEN_LIMIT,
-    MpinspectWarning,
-    Recording,
-    WindowList,
-)
+from mpinspect.ranges.capture.recording import UNWRITTEN_LIMIT, MpinspectWarning, Recording, WindowList
 from mpinspect.ranges.capture.sinks import MOST_TOLD, WAITING_LIMIT
 from mpinspect.ranges.store import SessionWriter, read_session
 from mpinspect.ranges.windows.columns import TensorColumns

@@ -17,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import crc32c as tensorboards_crc32c
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.util.tensor_util import make_ndarray
-from trainings import take_step
+from trainings import inspected
 
 from mpinspect import Inspector, Recorder
 from mpinspect.numeric.exponents import ExponentHistogram
@@ -163,12 +163,10 @@ def test_the_number_of_curves_is_a_whole_number(curves):
 
 def test_the_inspector_and_the_recorder_pass_the_number_of_curves_on(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with Inspector(model, log_dir=tmp_path / "a", curves=1):
-        for factor in (1.0, 1e-3, 1e-5):
-            take_step(optimizer, model(torch.ones(1, 2)).sum() * factor)
+    factors, options = (1.0, 1e-3, 1e-5), {"log_dir": tmp_path / "a", "curves": 1}
+    inspected(model, lambda step: model(torch.ones(1, 2)).sum() * factors[step], 3, lr=0.0, optimizers=None, **options)
     with Recorder(tmp_path / "b", curves=1) as recorder:
-        for factor in (1.0, 1e-3, 1e-5):
+        for factor in factors:
             recorder.observe("", {"x": np.full(2, factor), "y": np.full(2, factor)})
             recorder.next_step()
     for name in "ab":
@@ -202,8 +200,7 @@ def test_counts_of_a_batch_of_windows_end_with_each_window(tmp_path):
     sink.progress(Progress(skipped_steps=3))
     sink.close()
     for name, values in (("not_finite", [0, 1, 2]), ("skipped", [1, 2, 3])):
-        events = read(tmp_path).Scalars(f"summary/steps_{name}")
-        assert [event.value for event in events][:3] == values
+        assert [event.value for event in read(tmp_path).Scalars(f"summary/steps_{name}")][:3] == values
 
 
 def test_the_text_page_has_the_first_harmful_event_once(tmp_path):

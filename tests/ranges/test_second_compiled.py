@@ -1,10 +1,12 @@
 """Inspector(second=...) on compiled code: its eager form is computed twice, and the training stays."""
 
 import math
+from collections import OrderedDict
 from functools import partial
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
@@ -50,6 +52,11 @@ class Network(nn.Module):
 
 def loss_of(output):
     return output.float().square().mean()
+
+
+def linear_then(function):
+    """Return what makes a network of one linear layer, whose output goes through the function."""
+    return lambda: Of(lambda self, x: function(self.fc(x)), fc=nn.Linear(8, 8))
 
 
 class Training:
@@ -149,71 +156,39 @@ def test_inductor_trains_alike():
 
 
 def test_an_infinity_that_inductor_avoids_is_not_reported():
-    class Halves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.fc(x).half() * 60000 + x
-
+    network = linear_then(lambda output: output.half() * 60000 + output)
     with plain_inductor():
         plain, training = (
-            Training(partial(whole, backend="inductor"), Halves).trained(second=second) for second in (False, [1])
+            Training(partial(whole, backend="inductor"), network).trained(second=second) for second in (False, [1])
         )
     assert training.losses == plain.losses
     assert all(map(math.isfinite, training.losses))
     assert not [each for each in training.inspector.session().measurements if each.what == "second-born"]
 
 
-class Overflowing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.outer = Block()
-        self.outer.hub = nn.Linear(8, 8)
-        self.inner = nn.ModuleDict({"scale": Multiplied()})
-
-    def forward(self, x):
-        return self.inner["scale"](self.outer(x))
-
-
-class Multiplied(nn.Module):
-    def forward(self, x):
-        return (x.half() * 3000 * 3000).float().tanh()
+def overflowing():
+    outer, inner = Block(), Of(lambda self, x: (x.half() * 3000 * 3000).float().tanh())
+    outer.hub = nn.Linear(8, 8)
+    return nn.Sequential(OrderedDict(outer=outer, inner=nn.Sequential(OrderedDict(scale=inner))))
 
 
 def test_an_overflow_in_a_compiled_block_is_named():
-    training = Training(whole, Overflowing).trained(second=[1])
+    training = Training(whole, overflowing).trained(second=[1])
     records = [each for each in training.inspector.session().measurements if each.what == "second-born"]
     assert [(each.name, each.names[0], each.names[2]) for each in records] == [("inner.scale", "mul", "forward")]
 
 
 def test_an_infinity_that_the_backend_avoids_is_not_reported():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.fc(x).half() * 60000 * 60000
-
     def fused(graph, inputs):
         return lambda *args: [each.nan_to_num(0.0, 1.0, -1.0) for each in graph(*args)]
 
-    training = Training(partial(whole, backend=fused), Masked).trained(second=[1])
+    network = linear_then(lambda output: output.half() * 60000 * 60000)
+    training = Training(partial(whole, backend=fused), network).trained(second=[1])
     assert not [each for each in training.inspector.session().measurements if each.what == "second-born"]
 
 
 @pytest.mark.parametrize("avoids", [True, False])
 def test_an_infinity_of_the_backward_is_reported_unless_the_backend_avoids_it(avoids):
-    class Amplified(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.fc(x).half() * 100
-
     def finite(graph, inputs):
         return make_boxed_func(
             lambda *args: [each if each is None else each.nan_to_num(0.0, 1.0, -1.0) for each in graph(*args)]
@@ -224,7 +199,7 @@ def test_an_infinity_of_the_backward_is_reported_unless_the_backend_avoids_it(av
         whole(training, backend if avoids else "aot_eager")
         training.loss = lambda output: output.float().sum() * 1e3
 
-    training = Training(compiles, Amplified).trained(second=[1])
+    training = Training(compiles, linear_then(lambda output: output.half() * 100)).trained(second=[1])
     records = [each for each in training.inspector.session().measurements if each.what == "second-born"]
     # The step that was asked for, and the one after the event that its loss, which is read, shows to be the backward's.
     assert [(each.step, each.names[2]) for each in records] == ([] if avoids else [(1, "backward"), (2, "backward")])
@@ -263,14 +238,6 @@ def test_a_buffer_that_unrepeated_code_overwrites_is_exact(monkeypatch):
 
 
 def test_other_random_numbers_of_the_backend_are_not_an_error():
-    class Dropped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.drop = nn.Linear(8, 64), nn.Dropout(0.5)
-
-        def forward(self, x):
-            return self.drop(self.fc(x))
-
     def chosen(output):
         return (output.gather(-1, output.argmax(-1, keepdim=True)).float() - output.float()).square().mean()
 
@@ -278,7 +245,7 @@ def test_other_random_numbers_of_the_backend_are_not_an_error():
         whole(training, lambda graph, inputs: lambda *args: (torch.rand(1), graph(*args))[1])
         training.loss = chosen
 
-    training = Training(compiles, Dropped).trained(second=[1])
+    training = Training(compiles, lambda: nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))).trained(second=[1])
     assert {each.what for each in training.inspector.session().measurements if "second" in each.what} == {
         "second-gradients",
         "second-lines",
@@ -377,16 +344,6 @@ def test_checkpointed_code_is_computed_twice():
 
 
 def test_one_graph_serves_several_blocks():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList([Grown(1.0), Grown(1.0), Grown(1e4)])
-
-        def forward(self, x):
-            for each in self.blocks:
-                x = each(x)
-            return x
-
     class Grown(nn.Module):
         def __init__(self, gain):
             super().__init__()
@@ -397,13 +354,13 @@ def test_one_graph_serves_several_blocks():
             return (self.fc(x).sigmoid().half() * self.gain.half() * 100).float().tanh()
 
     def compiles(training):
-        for each in training.model.blocks:
+        for each in training.model:
             each.compile(backend="eager")
 
-    training = Training(compiles, Two).trained(second=[1])
+    training = Training(compiles, lambda: nn.Sequential(Grown(1.0), Grown(1.0), Grown(1e4))).trained(second=[1])
     assert training.compiled["stats"]["unique_graphs"] == 2  # the first block's input takes no gradient
     records = [each for each in training.inspector.session().measurements if each.what == "second-born"]
-    assert [each.name for each in records] == ["blocks.2"]
+    assert [each.name for each in records] == ["2"]
 
 
 def test_all_steps_that_are_chosen_are_computed_twice():

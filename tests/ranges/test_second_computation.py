@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from models import Of, Times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -56,6 +57,17 @@ class Twice:
 
 def records(second, kind):
     return [each for each in second.records() if isinstance(each, kind)]
+
+
+def recorded(kind, compute, *args):
+    """Return the records of this kind of a function that is computed twice."""
+    with Twice() as second:
+        compute(*args)
+    return records(second, kind)
+
+
+def uniform(count, seed=0):
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed))
 
 
 def values(*shape, seed=0):
@@ -269,38 +281,17 @@ def trained(model, twice, loss_of):
     return [loss, *(parameter.grad for parameter in model.parameters()), *model.buffers()], context.second
 
 
-class Checkpointed(nn.Module):
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.block, self.use_reentrant = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.GELU()), use_reentrant
-
-    def forward(self, x):
-        return checkpoint(self.block, x.requires_grad_(), use_reentrant=self.use_reentrant)
+def checkpointed(use_reentrant):
+    forward = lambda self, x: checkpoint(self.block, x.requires_grad_(), use_reentrant=use_reentrant)  # noqa: E731
+    return Of(forward, block=nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2), nn.GELU()))
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 2
-
-
-class Odd(nn.Module):
-    """Complex numbers, integers, a sparse gradient, a write in place and a function of one's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.linear = nn.Embedding(10, 16, sparse=True), nn.Linear(16, 16)
-
-    def forward(self, x):
-        mixed = torch.fft.ifft(torch.fft.fft(x.float())).real
-        y = self.linear(mixed + self.embed(torch.arange(8) % 3))
-        y = Doubled.apply(y)
-        y.relu_()
-        return y + torch.arange(16)
+def odd(self, x):
+    """Compute with complex numbers, integers, a sparse gradient, a write in place and a function of one's own."""
+    mixed = torch.fft.ifft(torch.fft.fft(x.float())).real
+    y = Times.apply(self.linear(mixed + self.embed(torch.arange(8) % 3)), 2, 2)
+    y.relu_()
+    return y + torch.arange(16)
 
 
 def penalised(model):
@@ -309,16 +300,8 @@ def penalised(model):
     return gradient.square().sum()
 
 
-class Writing(nn.Module):
-    """Writes to tensors that have no FP32 twin."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.register_buffer("total", torch.zeros(16, dtype=torch.float64))
-        self.register_buffer("turned", torch.zeros(16, dtype=torch.complex64))
-        self.register_buffer("count", torch.zeros(16, dtype=torch.int32))
-        self.register_buffer("written", torch.zeros(16, dtype=torch.float64))
+def writing():
+    """Write to tensors that have no FP32 twin."""
 
     def forward(self, x):
         y = self.linear(x)
@@ -331,25 +314,35 @@ class Writing(nn.Module):
             torch.nested.nested_tensor([y[0], y[1, :3]]).bfloat16().mul(2)
         return y
 
+    model = Of(forward, linear=nn.Linear(16, 16))
+    dtypes = {"total": torch.float64, "turned": torch.complex64, "count": torch.int32, "written": torch.float64}
+    for name, dtype in dtypes.items():
+        model.register_buffer(name, torch.zeros(16, dtype=dtype))
+    return model
+
+
+def mean_square(*shape):
+    return lambda model: model(values(*shape)).float().square().mean()
+
 
 MODELS = {
-    "tensors without twins that are written": (
-        Writing(),
-        lambda model: model(values(8, 16)).float().square().mean(),
-    ),
+    "tensors without twins that are written": (writing(), mean_square(8, 16)),
     "a transformer with dropout": (
         nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2, enable_nested_tensor=False),
-        lambda model: model(values(2, 8, 16)).float().square().mean(),
+        mean_square(2, 8, 16),
     ),
     "a convolution with BatchNorm": (
         nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2)),
-        lambda model: model(values(4, 3, 8, 8)).float().square().mean(),
+        mean_square(4, 3, 8, 8),
     ),
     "an LSTM": (nn.LSTM(64, 128, 2), lambda model: model(values(50, 8, 64))[0].float().square().mean()),
-    "checkpointing": (Checkpointed(False), lambda model: model(values(8, 16)).float().square().mean()),
-    "reentrant checkpointing": (Checkpointed(True), lambda model: model(values(8, 16)).float().square().mean()),
+    "checkpointing": (checkpointed(False), mean_square(8, 16)),
+    "reentrant checkpointing": (checkpointed(True), mean_square(8, 16)),
     "a gradient of a gradient": (nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), penalised),
-    "complex, sparse and in place": (Odd(), lambda model: model(values(8, 16)).float().square().mean()),
+    "complex, sparse and in place": (
+        Of(odd, embed=nn.Embedding(10, 16, sparse=True), linear=nn.Linear(16, 16)),
+        mean_square(8, 16),
+    ),
     "FP16 weights": (nn.Linear(16, 16).half(), lambda model: model(values(8, 16).half()).float().square().mean()),
 }
 
@@ -376,21 +369,12 @@ def test_a_float32_step_is_not_computed_twice():
     with Twice(model) as second:
         model(values(4, 8)).sum().backward()
     assert second.twin(model.weight.grad) is None
-    assert sorted((type(each), each.text) for each in second.records()) == [
-        (CalledLines, "addmm"),
-        (CalledLines, "sum"),
-    ]
+    told = sorted((type(each), each.text) for each in second.records())
+    assert told == [(CalledLines, "addmm"), (CalledLines, "sum")]
 
 
 def test_an_infinity_of_the_precision_is_distinguished_from_one_of_the_data():
-    class Model(nn.Module):
-        def forward(self, x):
-            return x.half().exp()
-
-    with Twice(Model()) as second:
-        second_model = Model()
-        second_model(torch.tensor([1.0, 14.3]))
-    (born,) = records(second, BornInfinite)
+    (born,) = recorded(BornInfinite, lambda: torch.tensor([1.0, 14.3]).half().exp())
     assert (born.names[0], born.text, born.elements) == ("exp", "float16", 1.0)
     assert born.largest == pytest.approx(1.623e6, rel=1e-2)
     assert born.names[1].startswith("test_second_computation.py:")
@@ -426,10 +410,8 @@ def test_each_line_on_which_an_operator_overflows_by_itself_is_recorded_once():
 
 
 def test_an_epsilon_that_rounds_away_is_blamed_on_the_precision():
-    with Twice() as second:
-        x = torch.zeros(4).half()
-        x / (x + 1e-8)
-    (born,) = records(second, BornInfinite)
+    x = torch.zeros(4).half()
+    (born,) = recorded(BornInfinite, lambda: x / (x + 1e-8))
     assert (born.names[0], born.largest) == ("div", 0.0)
 
 
@@ -441,9 +423,9 @@ def before(record):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_an_infinity_of_rounded_inputs_leads_to_the_cast_that_rounded_them(dtype):
-    uniform = torch.tensor([0.2, 0.5, 0.9999, 0.7])
+    numbers = torch.tensor([0.2, 0.5, 0.9999, 0.7])
     with Twice() as second:
-        noise = uniform.to(dtype)
+        noise = numbers.to(dtype)
         halves = noise.view(2, 2).T
         -torch.log(-torch.log(halves))
     (born,) = records(second, BornInfinite)
@@ -494,23 +476,17 @@ def test_a_difference_of_sums_leads_to_the_sum_that_rounds_and_not_to_its_terms(
     assert before(cancelled) == ("sum", "bfloat16", 1)
 
 
-class Decays(nn.Module):
-    """Sums up the past with weights that decay, as state-space layers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.rate = nn.Parameter(torch.ones(()))
-
-    def forward(self, steps, dtype):
-        decay = (-steps * self.rate).to(dtype).cumsum(1)
-        lags = decay[:, :, None] - decay[:, None]
-        future = torch.ones(steps.shape[1], steps.shape[1], dtype=torch.bool).triu(1)
-        return lags.masked_fill(future, -math.inf).exp().float().sum(2)
+def decaying(self, steps, dtype):
+    """Sum up the past with weights that decay, as state-space layers do."""
+    decay = (-steps * self.rate).to(dtype).cumsum(1)
+    lags = decay[:, :, None] - decay[:, None]
+    future = torch.ones(steps.shape[1], steps.shape[1], dtype=torch.bool).triu(1)
+    return lags.masked_fill(future, -math.inf).exp().float().sum(2)
 
 
 @pytest.mark.parametrize(("off", "is_useless"), [(1e-3, True), (1.0, False)])
 def test_an_error_that_an_exponential_raises_is_recorded_only_if_the_gradients_are_useless(off, is_useless):
-    model, steps = Decays(), (1 + values(4, 192).abs()) / 2
+    model, steps = Of(decaying, rate=nn.Parameter(torch.ones(()))), (1 + values(4, 192).abs()) / 2
     target = model(steps, torch.float32).detach() - off
     with Twice(model) as second:
         F.mse_loss(model(steps, torch.bfloat16), target).backward()
@@ -525,7 +501,6 @@ def test_an_error_that_an_exponential_raises_is_recorded_only_if_the_gradients_a
 
 
 def test_an_error_to_which_layers_add_alike_has_no_origin():
-    torch.manual_seed(0)
     wide = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     narrow = copy.deepcopy(wide).bfloat16()
     wide.load_state_dict(narrow.state_dict())
@@ -545,25 +520,21 @@ def test_an_addition_that_absorbs_its_operands_error_is_computed_twice():
 
 def test_a_sum_that_stops_growing():
     ones = torch.ones(1526, 4).bfloat16()
-    with Twice() as second:
-        torch.zeros(3, 4).bfloat16().index_put((torch.zeros(1526, dtype=torch.long),), ones, accumulate=True)
-    (lost,) = records(second, LostSum)
+    zeros, where = torch.zeros(3, 4).bfloat16(), torch.zeros(1526, dtype=torch.long)
+    (lost,) = recorded(LostSum, lambda: zeros.index_put((where,), ones, accumulate=True))
     assert (lost.value, lost.exact) == (256.0, 1526.0)
     assert lost.error == pytest.approx(1 - 256 / 1526)
 
 
 def test_an_operand_that_is_absorbed():
-    with Twice() as second:
-        torch.full((100,), 512.0).bfloat16() + torch.ones(100).bfloat16()
-    (absorbed,) = records(second, AbsorbedOperand)
+    large, ones = torch.full((100,), 512.0).bfloat16(), torch.ones(100).bfloat16()
+    (absorbed,) = recorded(AbsorbedOperand, lambda: large + ones)
     assert (absorbed.unchanged, absorbed.error, absorbed.inherited) == (1.0, pytest.approx(1.0), 0.0)
-    with Twice() as second:
-        torch.full((100,), 512.0).bfloat16() + 8 * torch.ones(100).bfloat16()
-    assert records(second, AbsorbedOperand) == []
+    assert recorded(AbsorbedOperand, lambda: large + 8 * ones) == []
 
 
 def test_an_operand_that_is_absorbed_by_a_larger_one_with_an_error_of_its_size_leads_to_that_error():
-    exact = 512 + torch.rand(100, generator=torch.Generator().manual_seed(0))
+    exact = 512 + uniform(100)
     small = torch.full((100,), 0.5)
     with Twice() as second:
         total = exact.bfloat16() * 1.0
@@ -575,16 +546,8 @@ def test_an_operand_that_is_absorbed_by_a_larger_one_with_an_error_of_its_size_l
 
 
 BOUNDS = {
-    "an upper bound before a logarithm": (
-        lambda x: (1 - x.bfloat16().sigmoid().clamp(1e-4, 1 - 1e-4)).log(),
-        1 - 1e-4,
-        "log",
-    ),
-    "a bound in FP32 before a cast": (
-        lambda x: -(-x.sigmoid().clamp(1e-6, 1 - 1e-6).bfloat16().log()).log(),
-        1 - 1e-6,
-        "log",
-    ),
+    "a bound before a logarithm": (lambda x: (1 - x.bfloat16().sigmoid().clamp(1e-4, 1 - 1e-4)).log(), 1 - 1e-4, "log"),
+    "a bound before a cast": (lambda x: -(-x.sigmoid().clamp(1e-6, 1 - 1e-6).bfloat16().log()).log(), 1 - 1e-6, "log"),
     "a bound of FP16 before atanh": (lambda x: x.half().tanh().clamp(max=1 - 1e-6).atanh(), 1 - 1e-6, "atanh"),
     "an epsilon below FP16's smallest": (lambda x: 1 / x.half().abs().clamp_min(1e-8), 1e-8, "reciprocal"),
     "a bound that the dtype holds": (lambda x: (1 - x.bfloat16().sigmoid().clamp(max=0.99)).log(), None, ""),
@@ -609,35 +572,32 @@ def test_scores_that_a_mask_absorbs_are_not_recorded(masked, dtype):
     low = torch.finfo(dtype).min if masked == "min" else masked
     scores, mask = torch.linspace(-2, 2, 128).to(dtype), torch.zeros(128, dtype=dtype)
     mask[::2] = low
-    with Twice() as second:
-        (scores + mask).softmax(0)
-    assert records(second, AbsorbedOperand) == []
+    assert recorded(AbsorbedOperand, lambda: (scores + mask).softmax(0)) == []
     mask[::2] = -2048
-    with Twice() as second:
-        (scores.mul(0.01) + mask).softmax(0)
-    (absorbed,) = records(second, AbsorbedOperand)
+    (absorbed,) = recorded(AbsorbedOperand, lambda: (scores.mul(0.01) + mask).softmax(0))
     assert absorbed.error > 0.5
+
+
+def counted(times, one, is_in_place=True):
+    """Count in BF16; return the count and the records of absorbed operands."""
+    with Twice() as second:
+        count = torch.zeros((), dtype=torch.bfloat16)
+        for _ in range(times):
+            if is_in_place:
+                count += one
+            else:
+                count = count + one
+    return float(count), records(second, AbsorbedOperand)
 
 
 @pytest.mark.parametrize("is_in_place", [False, True])
 def test_small_sums_that_stop_growing_are_judged_line_by_line(is_in_place):
     one = torch.ones((), dtype=torch.bfloat16)
-    with Twice() as second:
-        count = torch.zeros((), dtype=torch.bfloat16)
-        for _ in range(700):
-            if is_in_place:
-                count += one
-            else:
-                count = count + one
-    (absorbed,) = records(second, AbsorbedOperand)
+    count, (absorbed,) = counted(700, one, is_in_place)
     # The first addition, to zero, is not judged; from 256 on nothing is added.
     assert (count, absorbed.times, absorbed.size) == (256.0, 699.0, 1.0)
     assert absorbed.unchanged == pytest.approx(444 / 699)
-    with Twice() as second:
-        count = torch.zeros((), dtype=torch.bfloat16)
-        for _ in range(200):
-            count += one
-    assert records(second, AbsorbedOperand) == []
+    assert counted(200, one) == (200.0, [])
 
 
 @pytest.mark.parametrize(("argument", "exponent"), [(14.0, 14.0), (3.0, None)])
@@ -672,11 +632,7 @@ def test_steps_that_are_too_small_for_their_weights_are_lost_together_and_larger
 
 
 def test_a_sum_that_stops_late_is_judged_and_a_state_that_keeps_changing_is_not():
-    with Twice() as second:
-        count = torch.zeros((), dtype=torch.bfloat16)
-        for _ in range(300):
-            count += 1
-    (absorbed,) = records(second, AbsorbedOperand)
+    count, (absorbed,) = counted(300, 1)
     assert (count, absorbed.times) == (256.0, 299.0)
     with Twice() as second:
         state, weight = values(16).bfloat16(), values(16, 16).bfloat16()
@@ -692,26 +648,18 @@ def test_a_number_that_is_lost_is_judged_only_if_it_is_added_in_place():
         for _ in range(100):
             norm.clone() + 1e-3
     assert records(second, AbsorbedOperand) == []
-    with Twice() as second:
-        count = torch.zeros((), dtype=torch.bfloat16)
-        for _ in range(700):
-            count += 1
-    (absorbed,) = records(second, AbsorbedOperand)
+    count, (absorbed,) = counted(700, 1)
     assert (count, absorbed.times, absorbed.size) == (256.0, 699.0, 1.0)
 
 
 def test_a_branch_that_begins_near_zero_has_its_size_recorded():
-    with Twice() as second:
-        torch.ones(100).bfloat16() + torch.full((100,), 1e-3).bfloat16()
-    (absorbed,) = records(second, AbsorbedOperand)
+    (absorbed,) = recorded(AbsorbedOperand, lambda: torch.ones(100).bfloat16() + torch.full((100,), 1e-3).bfloat16())
     assert absorbed.size == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_whole_numbers_that_a_cast_changes():
     ids = torch.tensor([3.0, 256.0, 8544.0, 1001.0])
-    with Twice() as second:
-        ids.bfloat16().long()
-    (changed,) = records(second, ChangedIntegers)
+    (changed,) = recorded(ChangedIntegers, lambda: ids.bfloat16().long())
     assert (changed.changed, changed.of, changed.given, changed.exact) == (2.0, 4.0, 8576.0, 8544.0)
     assert changed.text == "bfloat16"
     with Twice() as second:
@@ -725,9 +673,7 @@ def test_whole_numbers_that_a_cast_changes():
 
 def test_a_top_k_whose_scores_rounding_made_equal():
     scores = 3 + 0.01 * torch.linspace(-1, 1, 64).expand(32, 64)
-    with Twice() as second:
-        (scores.bfloat16() * 1.5).topk(4)
-    (ties,) = records(second, Ties)
+    (ties,) = recorded(Ties, lambda: (scores.bfloat16() * 1.5).topk(4))
     assert (ties.fraction, ties.k, ties.scores, ties.text) == (1.0, 4, 64, "bfloat16")
     with Twice() as second:
         # Chosen along the other dimension, the lowest, all of them, of scores that are exact, and equal exactly.
@@ -752,9 +698,7 @@ def test_a_difference_that_leaves_rounding_error():
 
 def test_a_loss_of_one_number_is_a_difference_too():
     outputs = 1000 + values(64)
-    with Twice() as second:
-        nn.functional.mse_loss(outputs.bfloat16(), (outputs + 1).bfloat16())
-    (found,) = records(second, AmplifiedError)
+    (found,) = recorded(AmplifiedError, lambda: F.mse_loss(outputs.bfloat16(), (outputs + 1).bfloat16()))
     assert (found.names[0], found.text) == ("mse_loss", "bfloat16")
     # BF16's numbers lie 4 apart there. The exact difference is 1.
     off = (outputs.bfloat16().float() - (outputs + 1).bfloat16().float() + 1).square().mean().sqrt()
@@ -961,9 +905,7 @@ HARMLESS = {
 def test_infinities_are_harmless_where_all_that_is_computed_of_them_is_right(name):
     function, is_harmless = HARMLESS[name]
     x = torch.linspace(41, 60, 64).half().requires_grad_()
-    with Twice() as second:
-        function(x).backward()
-    (born,) = records(second, BornInfinite)
+    (born,) = recorded(BornInfinite, lambda: function(x).backward())
     assert (born.names[0], bool(born.is_unused)) == ("pow", is_harmless)
 
 
@@ -1006,20 +948,14 @@ def test_an_operator_without_a_second_run_is_named():
     assert second.left_out() == "Left out of the second computation of a step: 1 call of erfinv"
 
 
-class _Attention(nn.Module):
-    """Adds a large residual, which absorbs a part of the branch; the bias of the keys has a gradient of zero."""
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x):
-        q, k, v = (layer(x) for layer in (self.query, self.key, self.value))
-        return 2048.0 * x + (q @ k.mT).softmax(-1) @ v
+def attending(self, x):
+    """Add a large residual, which absorbs a part of the branch; the bias of the keys has a gradient of zero."""
+    q, k, v = (layer(x) for layer in (self.query, self.key, self.value))
+    return 2048.0 * x + (q @ k.mT).softmax(-1) @ v
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_does_not_count_as_off():
-    model = _Attention()
+    model = Of(attending, **{name: nn.Linear(16, 16) for name in ("query", "key", "value")})
     with Twice(model) as second, torch.autocast("cpu", torch.bfloat16):
         y = model(values(4, 12, 16).bfloat16())
         (y.float() * values(4, 12, 16)).sum().backward()
@@ -1161,9 +1097,7 @@ def test_changes_that_are_exact_or_of_no_size_are_not_recorded():
 
 def test_counts_that_an_index_adds_to_are_recorded_where_they_stop():
     counts, where = torch.full((8,), 256.0).bfloat16(), torch.tensor([1, 3, 5])
-    with Twice() as second:
-        counts.index_add_(0, where, torch.ones(3).bfloat16())
-    (record,) = records(second, FrozenBuffer)
+    (record,) = recorded(FrozenBuffer, lambda: counts.index_add_(0, where, torch.ones(3).bfloat16()))
     assert (record.names[0], record.unchanged) == ("index_add_", 1.0)
     assert bool((counts == 256).all())
 
@@ -1181,10 +1115,8 @@ def floors(position):
 
 @pytest.mark.parametrize(("dtype", "differ"), [(torch.bfloat16, True), (torch.float16, False), (torch.float32, False)])
 def test_positions_that_lose_their_fraction_are_recorded_where_they_become_indices(dtype, differ):
-    fraction = torch.rand(4000, generator=torch.Generator().manual_seed(0)) * 100
-    with Twice() as second:
-        floors(fraction.to(dtype) * 1.0)
-    found = records(second, ChangedChoices)
+    fraction = uniform(4000) * 100
+    found = recorded(ChangedChoices, lambda: floors(fraction.to(dtype) * 1.0))
     assert bool(found) is differ
     for record in found:
         exact, rounded = fraction, fraction.to(dtype)
@@ -1196,10 +1128,8 @@ def test_positions_that_lose_their_fraction_are_recorded_where_they_become_indic
 
 
 def test_integers_that_are_only_compared_are_not_recorded():
-    position = torch.rand(4000, generator=torch.Generator().manual_seed(0)) * 100
-    with Twice() as second:
-        (position.bfloat16().floor().long() == 7).sum()
-    assert records(second, ChangedChoices) == []
+    position = uniform(4000) * 100
+    assert recorded(ChangedChoices, lambda: (position.bfloat16().floor().long() == 7).sum()) == []
 
 
 def test_a_mask_that_rounding_decides_is_recorded_where_it_is_used():
@@ -1238,13 +1168,13 @@ def test_the_best_of_near_equals_is_no_choice_that_matters(choose):
 
 
 def probabilities(n=2000):
-    p = torch.rand(n, generator=torch.Generator().manual_seed(0)) + 0.5
+    p = uniform(n) + 0.5
     return p / p.sum()
 
 
 @pytest.mark.parametrize("is_made_before", [True, False])
 def test_a_crowded_table_is_recorded_where_it_is_searched(is_made_before):
-    p, u = probabilities().bfloat16(), torch.rand(512, generator=torch.Generator().manual_seed(1))
+    p, u = probabilities().bfloat16(), uniform(512, seed=1)
     table = p.cumsum(0).float()
     with Twice() as second:
         found = torch.searchsorted(table if is_made_before else p.cumsum(0).float(), u)
@@ -1257,7 +1187,7 @@ def test_a_crowded_table_is_recorded_where_it_is_searched(is_made_before):
 
 
 def test_tables_that_are_exact_in_16_bits_or_have_empty_intervals_are_not_recorded():
-    u = torch.rand(512, generator=torch.Generator().manual_seed(1))
+    u = uniform(512, seed=1)
     p = probabilities()
     p[torch.arange(2000) % 4 > 0] = 0
     offsets = torch.arange(0, 200).repeat_interleave(3).float()
@@ -1269,7 +1199,7 @@ def test_tables_that_are_exact_in_16_bits_or_have_empty_intervals_are_not_record
 
 
 def test_an_argument_near_zero_is_recorded_with_the_difference_that_made_it():
-    cosine = 1 - torch.rand(100, generator=torch.Generator().manual_seed(0)) * 0.01
+    cosine = 1 - uniform(100) * 0.01
     with Twice() as second:
         near = cosine.bfloat16()
         distance = (2 - 2 * near)[:50].sqrt()
@@ -1285,9 +1215,7 @@ def test_an_argument_near_zero_is_recorded_with_the_difference_that_made_it():
 
 def test_an_argument_that_is_zero_in_fp32_too_is_the_scripts_own():
     x = values(100).bfloat16()
-    with Twice() as second:
-        (x * 1.01 - x * 1.01).sqrt()
-    assert records(second, RoundedArgument) == []
+    assert recorded(RoundedArgument, lambda: (x * 1.01 - x * 1.01).sqrt()) == []
 
 
 @pytest.mark.parametrize(("function", "end"), [(torch.sigmoid, 7.0), (torch.tanh, 4.0)])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from agreeing_reports import analyse
 from analysis_sessions import session_of, spread, weight
+from trainings import cpu_scaler, inspected
 
-from mpinspect import Inspector
 from mpinspect.ranges.records import (
     AbsorbedOperand,
     AmplifiedError,
@@ -42,10 +42,33 @@ PLACE = ("add", "train.py:7", "forward")
 FP16 = Precision({"float32": 10}, autocast=("float16",), scalers=(ScalerRecord("GradScaler", True, 64.0, 2000.0),))
 
 
-def findings(*records, **others):
+def session_with(*measurements, **others):
+    """Return a session of 20 steps with these measurements, one layer and the other fields."""
     others = {"progress": Progress(20, 20, 0, 20, True), **others}
-    session = session_of({weight("w"): FINE}, measurements=[each.measurement() for each in records], **others)
+    return session_of({weight("w"): FINE}, measurements=measurements, **others)
+
+
+def findings(*records, **others):
+    """Return the findings by id."""
+    session = session_with(*(each.measurement() for each in records), **others)
     return {finding.id: finding for finding in analyse(session).findings}
+
+
+def finding_at(source, record, **others):
+    """Return the first finding of a record in a line of the script."""
+    stored = replace(record.measurement(), sources={record.names[1]: source})
+    return analyse(session_with(stored, **others)).findings[0]
+
+
+def born(operator, largest, *origin, line="train.py:7", phase="forward", name="", step=5, **figures):
+    figures = {"elements": 3, "of": 4, **figures}
+    names = (operator, line, phase, *origin)
+    return BornInfinite(name=name, step=step, names=names, text="float16", largest=largest, **figures)
+
+
+def amplified(operator, before, after, *origin, line="train.py:9", text="bfloat16", step=1, **figures):
+    names = (operator, line, "forward", *origin)
+    return AmplifiedError(step=step, names=names, text=text, before=before, after=after, **figures)
 
 
 def broken(step, what="activation", **others):
@@ -74,7 +97,7 @@ def test_an_absorbed_branch_near_zero_is_information(record, severity):
 
 
 def test_an_absorbed_operand_is_not_a_cause_where_another_modules_difference_is():
-    difference = AmplifiedError(step=1, names=PLACE, text="bfloat16", before=0.001, after=0.9, gradients_error=1.0)
+    difference = amplified("add", 0.001, 0.9, line="train.py:7", gradients_error=1.0)
     assert findings(absorbed(size=1e-3, gradients_error=1.0), difference)["addition-changes-nothing"].severity == "info"
     from_it = replace(difference, names=(*PLACE, "w", "add", "train.py:5", "blocks.1", "bfloat16"))
     found = findings(absorbed(size=1e-3, gradients_error=1.0), from_it)
@@ -101,24 +124,20 @@ def test_a_sum_that_stops_growing_has_its_own_fix():
 
 
 def test_the_code_begins_with_the_line_of_the_script():
-    stored = replace(absorbed(size=1.0).measurement(), sources={"train.py:7": "x = x + self.branch(x)"})
-    session = session_of({weight("w"): FINE}, measurements=[stored], progress=Progress(20, 20, 0, 20, True))
-    finding = analyse(session).findings[0]
+    line = "x = x + self.branch(x)"
+    finding = finding_at(line, absorbed(size=1.0))
     first, *more = finding.code.splitlines()
-    assert first == "# train.py:7: x = x + self.branch(x)"
+    assert first == f"# train.py:7: {line}"
     assert more[-2:] == ["b = self.branch(x)", "x = x.float() + b.float()"]
-    assert finding.evidence["source"] == "x = x + self.branch(x)"
+    assert finding.evidence["source"] == line
     # A finding that asks for no change has no code.
-    mild = replace(stored, figures={**stored.figures, "size": 1e-3})
-    finding = analyse(replace(session, measurements=(mild,))).findings[0]
-    assert (finding.code, finding.evidence["source"]) == ("", "x = x + self.branch(x)")
+    finding = finding_at(line, absorbed(size=1e-3))
+    assert (finding.code, finding.evidence["source"]) == ("", line)
 
 
 def test_the_line_stays_one_line_of_the_code():
-    place = ("add", "a\nb.py:7", "forward")
-    stored = replace(absorbed(size=1.0), names=place).measurement()
-    stored = replace(stored, sources={"a\nb.py:7": "x = '\x1b\u2028'"})
-    code = analyse(session_of({weight("w"): FINE}, measurements=[stored])).findings[0].code
+    record = replace(absorbed(size=1.0), names=("add", "a\nb.py:7", "forward"))
+    code = finding_at("x = '\x1b\u2028'", record).code
     assert code.splitlines()[0] == r"# a\nb.py:7: x = '\x1b\u2028'"
 
 
@@ -134,27 +153,20 @@ def test_the_line_stays_one_line_of_the_code():
     ],
 )
 def test_a_difference_of_large_numbers_is_cast_in_the_scripts_own_line(source, code):
-    large = AmplifiedError(
-        step=1, names=PLACE, text="float32", before=0.0, after=1.0, largest=1.7e9, unit=128.0, typical=128.0
-    )
-    session = session_of({weight("w"): FINE}, measurements=[replace(large.measurement(), sources={PLACE[1]: source})])
-    assert analyse(session).findings[0].code.splitlines()[-1] == code
+    large = amplified("add", 0.0, 1.0, text="float32", largest=1.7e9, unit=128.0, typical=128.0)
+    assert finding_at(source, large).code.splitlines()[-1] == code
 
 
 def test_both_lines_of_an_error_are_shown_in_the_order_of_the_computation():
-    names = ("sub", "train.py:9", "forward", "w", "add", "train.py:5", "value", "bfloat16")
-    record = AmplifiedError(step=1, names=names, text="bfloat16", before=0.01, after=2.0, gradients_error=0.5)
+    record = amplified("sub", 0.01, 2.0, "w", "add", "train.py:5", "value", "bfloat16", gradients_error=0.5)
     sources = {"train.py:9": "y = x - 1000", "train.py:5": "x = 1000 + z"}
-    session = session_of({weight("w"): FINE}, measurements=[replace(record.measurement(), sources=sources)])
-    assert analyse(session).findings[0].code.splitlines()[:2] == [
-        "# train.py:5: x = 1000 + z",
-        "# train.py:9: y = x - 1000",
-    ]
+    code = analyse(session_with(replace(record.measurement(), sources=sources))).findings[0].code
+    assert code.splitlines()[:2] == ["# train.py:5: x = 1000 + z", "# train.py:9: y = x - 1000"]
 
 
 def test_an_operator_that_enlarges_an_error_which_makes_the_gradients_useless_is_a_warning():
-    names = ("exp", "ssm.py:25", "forward", "out.bias", "cumsum", "ssm.py:23", "", "bfloat16")
-    raised = AmplifiedError(step=101, names=names, text="bfloat16", before=0.004, after=0.132, gradients_error=4.6)
+    origin = ("out.bias", "cumsum", "ssm.py:23", "", "bfloat16")
+    raised = amplified("exp", 0.004, 0.132, *origin, line="ssm.py:25", step=101, gradients_error=4.6)
     found = findings(raised)["result-is-rounding-error"]
     assert (found.severity, found.step) == ("warning", 101)
     assert "by 33" in found.message
@@ -162,7 +174,7 @@ def test_an_operator_that_enlarges_an_error_which_makes_the_gradients_useless_is
 
 
 def test_a_result_that_is_only_error_began_in_the_first_such_step():
-    began = AmplifiedError(step=1, names=PLACE, text="bfloat16", before=0.003, after=1.2, gradients_error=1.0)
+    began = amplified("add", 0.003, 1.2, gradients_error=1.0)
     later = replace(began, step=101, after=6.7)
     assert findings(replace(began, after=0.4, step=0), began, later)["result-is-rounding-error"].step == 1
 
@@ -178,16 +190,14 @@ def test_a_result_that_is_only_error_began_in_the_first_such_step():
     ],
 )
 def test_the_code_names_the_device_type_of_the_run(devices, argument):
-    born = BornInfinite(
-        name="head", step=7, names=("mul", "train.py:7", "forward"), text="float16", elements=1, of=64, largest=1e6
-    )
-    session = session_of({weight("w"): FINE}, measurements=[born.measurement()], precision=FP16, events=(broken(7),))
+    overflow = born("mul", 1e6, name="head", step=7, elements=1, of=64)
+    session = session_with(overflow.measurement(), precision=FP16, events=(broken(7),))
     report = analyse(replace(session, info=replace(session.info, devices=devices)))
     assert f"with torch.autocast({argument}, enabled=False):" in report.findings[0].code
 
 
-def alike(step=7):
-    return BrokenAlike(step=step, names=("div", "train.py:7", "forward"), text="float16", elements=1, of=64)
+def alike():
+    return BrokenAlike(step=7, names=("div", "train.py:7", "forward"), text="float16", elements=1, of=64)
 
 
 def test_an_operator_that_breaks_in_fp32_too_is_the_cause_of_skipped_steps():
@@ -212,8 +222,7 @@ def test_an_operator_that_breaks_in_fp32_too_is_the_cause_of_skipped_steps():
 )
 def test_the_operand_that_was_not_finite_is_named_as_in_the_line(source, tensor):
     stored = replace(replace(alike(), operand=1, given=3).measurement(), sources={"train.py:7": source})
-    events, progress = (broken(4),), Progress(20, 20, 0, 20, True)
-    session = session_of({weight("w"): FINE}, measurements=[stored], precision=FP16, events=events, progress=progress)
+    session = session_with(stored, precision=FP16, events=(broken(4),))
     (cause,) = (each for each in analyse(session).findings if each.id == "breaks-in-fp32-too")
     assert (f"takes {tensor}, which is not finite" in cause.message) == bool(tensor)
     assert (f"Correct {tensor}, which holds 3 infinite or NaN values." in cause.fix) == bool(tensor)
@@ -231,13 +240,10 @@ def test_without_a_broken_forward_it_is_not_reported():
 
 
 def test_a_difference_that_leads_to_a_nan_explains_the_argument_out_of_range():
-    names = ("sub", "train.py:6", "forward", "")
-    difference = AmplifiedError(name="head", step=5, names=names, text="float16", before=0.001, after=2.5)
-    born = BornInfinite(
-        name="head", step=5, names=("rsqrt", "train.py:7", "forward"), text="float16", elements=3, of=4, largest=0
-    )
+    difference = amplified("sub", 0.001, 2.5, "", line="train.py:6", text="float16", step=5, name="head")
+    made = born("rsqrt", 0, name="head")
     examined = ExaminedArgument(name="head", step=4, text="1 / sqrt of zero or less", elements=3)
-    found = findings(difference, born, examined, precision=FP16, events=(broken(4), broken(5)))
+    found = findings(difference, made, examined, precision=FP16, events=(broken(4), broken(5)))
     cause = found["result-is-rounding-error"]
     assert (cause.severity, cause.step) == ("error", 4)
     assert "In step 5, in 'head' (train.py:6), a difference leaves mostly rounding error" in cause.message
@@ -252,16 +258,14 @@ def of_backward(step, loss_scale):
 
 
 def test_a_backward_that_overflows_at_any_loss_scale_is_named_by_its_operator():
-    born = BornInfinite(
-        name="head", step=7, names=("mul", "train.py:7", "backward"), text="float16", elements=2, of=4, largest=1e5
-    )
+    overflow = born("mul", 1e5, phase="backward", name="head", step=7)
     high, low = of_backward(3, 512.0), of_backward(7, 2.0**-9)
-    cause = findings(born, precision=FP16, events=(high, low))["overflow-in-operator"]
+    cause = findings(overflow, precision=FP16, events=(high, low))["overflow-in-operator"]
     assert (cause.severity, cause.step, cause.layer) == ("error", 3, "head")
     assert "in the backward of step 3, in 'head', and recurred at far lower loss scales" in cause.message
     assert "In the backward of 'head' (train.py:7), the gradient of mul overflows FP16" in cause.message
     # At this step's scale the overflow may be the scale's.
-    assert "overflow-in-operator" not in findings(born, precision=FP16, events=(replace(high, step=7),))
+    assert "overflow-in-operator" not in findings(overflow, precision=FP16, events=(replace(high, step=7),))
 
 
 def test_a_backward_that_breaks_at_every_loss_scale_asks_for_no_other_scale():
@@ -274,39 +278,31 @@ def test_a_backward_that_breaks_at_every_loss_scale_asks_for_no_other_scale():
 
 
 def test_a_zero_that_16_bits_made_explains_the_division_by_it():
-    born = BornInfinite(
-        name="head", step=5, names=("div", "train.py:7", "forward"), text="float16", elements=3, of=4, largest=0
-    )
     examined = ExaminedArgument(name="head", step=4, text="a division by zero", elements=3)
-    found = findings(born, examined, precision=FP16, events=(broken(4), broken(5)))
-    assert (found["input-rounded-away"].severity, found["input-rounded-away"].step) == ("error", 4)
-    assert "an earlier operator had rounded away the value" in found["input-rounded-away"].message
-    assert "epsilon" in found["input-rounded-away"].fix
+    found = findings(born("div", 0, name="head"), examined, precision=FP16, events=(broken(4), broken(5)))
+    cause = found["input-rounded-away"]
+    assert (cause.severity, cause.step) == ("error", 4)
+    assert "an earlier operator had rounded away the value" in cause.message
+    assert "epsilon" in cause.fix
     assert "overflow-in-operator" not in found
     assert found["argument-out-of-range"].severity == "info"
 
 
 def test_an_argument_out_of_range_has_the_line_of_the_second_computation():
-    born = BornInfinite(step=5, names=("exp", "train.py:7", "forward"), text="float16", elements=3, of=4, largest=1e5)
+    overflow = born("exp", 1e5)
     examined = ExaminedArgument(step=4, text="exp of a number too large for its result", elements=3)
-    found = findings(born, examined, precision=FP16, events=(broken(4), broken(5)))
+    found = findings(overflow, examined, precision=FP16, events=(broken(4), broken(5)))
     assert "exp of a number too large for its result (train.py:7, 3 elements)" in found["argument-out-of-range"].message
     assert "overflow-in-operator" not in found
-    other = ExaminedArgument(step=4, text="a logarithm of zero", elements=3)
-    assert "train.py:7" not in findings(born, other, events=(broken(4),))["argument-out-of-range"].message
+    assert "train.py:7" not in findings(overflow, logarithm(), events=(broken(4),))["argument-out-of-range"].message
 
 
 def test_further_lines_with_the_same_fault_are_named():
     exps = [
-        BornInfinite(
-            step=5, names=("exp", f"train.py:{line}", phase, "", *origin), text="float16", elements=3, of=4, largest=1e5
-        )
-        for line, phase, origin in (
-            (7, "forward", ()),
-            (9, "forward", ()),
-            (12, "backward", ()),
-            (14, "forward", ("mul", "train.py:13", "", "float16")),
-        )
+        born("exp", 1e5, ""),
+        born("exp", 1e5, "", line="train.py:9"),
+        born("exp", 1e5, "", line="train.py:12", phase="backward"),
+        born("exp", 1e5, "", "mul", "train.py:13", "", "float16", line="train.py:14"),
     ]
     told = {"precision": FP16, "events": (broken(4), broken(5))}
     overflow = findings(*exps, **told)["overflow-in-operator"]
@@ -346,39 +342,35 @@ def test_an_operation_has_the_line_of_its_call_in_an_earlier_step(lines, figures
     [("loss", "", "the loss"), ("activation", "", "the model itself"), ("activation", "head", "'head'")],
 )
 def test_the_place_of_the_first_event_is_named_as_in_the_event(what, module, place):
-    born = BornInfinite(step=7, names=("mul", "train.py:7", "forward"), text="float16", elements=2, of=4, largest=1e5)
     first = replace(broken(4, what), module=module)
     assert first.place == place
-    finding = findings(born, precision=FP16, events=(first,))["overflow-in-operator"]
+    overflow = born("mul", 1e5, step=7, elements=2)
+    finding = findings(overflow, precision=FP16, events=(first,))["overflow-in-operator"]
     assert (finding.step, finding.layer) == (4, module)
     assert finding.message.startswith("In train.py:7, mul overflows FP16 in 2 elements")
     assert finding.message.endswith("It began in step 4; step 7 was computed a second time for these figures, in FP32.")
 
 
 def test_a_logarithm_of_a_softmax_that_rounding_made_zero_is_to_be_a_log_softmax():
-    names = ("log", "train.py:9", "forward", "", "_softmax", "train.py:7", "", "float16")
-    born = BornInfinite(step=1, names=names, text="float16", elements=4, of=8, largest=0)
-    in_fp32 = BrokenInFP32(
-        step=1, names=("_softmax", "train.py:7", "backward"), text="float32", elements=4, largest=1e3
-    )
-    found = findings(born, in_fp32, precision=FP16, events=(broken(1, what="loss"),))
+    softmax = ("_softmax", "train.py:7", "", "float16")
+    made = born("log", 0, "", *softmax, line="train.py:9", step=1)
+    names, told = (*softmax[:2], "backward"), {"precision": FP16, "events": (broken(1, what="loss"),)}
+    in_fp32 = BrokenInFP32(step=1, names=names, text="float32", elements=4, largest=1e3)
+    found = findings(made, in_fp32, **told)
     assert "torch.log_softmax" in found["input-rounded-away"].code
     assert (found["input-rounded-away"].evidence["origin_line"], "fp32-too-coarse" in found) == ("train.py:7", False)
-    assert "fp32-too-coarse" in findings(in_fp32, precision=FP16, events=(broken(1, what="loss"),))
+    assert "fp32-too-coarse" in findings(in_fp32, **told)
     # Where the logarithm's line breaks, the softmax is the origin.
-    from_softmax = replace(in_fp32, names=("log", "train.py:9", "backward", "", *names[4:]))
-    found = findings(born, from_softmax, precision=FP16, events=(broken(1, what="loss"),))
-    assert "fp32-too-coarse" not in found
+    from_softmax = replace(in_fp32, names=("log", "train.py:9", "backward", "", *softmax))
+    assert "fp32-too-coarse" not in findings(made, from_softmax, **told)
 
 
 def test_an_infinity_that_does_harm_explains_gradients_that_are_off():
-    born = BornInfinite(step=1, names=("mul", "train.py:7", "forward"), text="float16", elements=2, of=4, largest=1e5)
-    off = GradientsError(
-        step=1, names=("_to_copy", "train.py:9", "forward"), text="float16", error=1.2, share=0.9, of=4, off=4
-    )
-    found = findings(born, off)
+    names = ("_to_copy", "train.py:9", "forward")
+    off = GradientsError(step=1, names=names, text="float16", error=1.2, share=0.9, of=4, off=4)
+    found = findings(born("mul", 1e5, step=1), off)
     assert (found["overflow-in-operator"].severity, "gradients-inaccurate" in found) == ("error", False)
-    harmless = findings(replace(born, is_unused=1.0), off)
+    harmless = findings(born("mul", 1e5, step=1, is_unused=1.0), off)
     assert (harmless["overflow-in-operator"].severity, "gradients-inaccurate" in harmless) == ("info", True)
 
 
@@ -435,7 +427,7 @@ def test_a_backwards_sum_matters_as_far_as_the_gradients_are_off(place, error, s
 
 @pytest.mark.parametrize(("error", "severity"), [(0.4, "info"), (1.2, "warning")])
 def test_a_difference_that_is_the_noise_of_fp8_is_a_warning_where_it_is_as_large_as_the_gradients(error, severity):
-    difference = AmplifiedError(step=1, names=PLACE, text="float32", before=0.04, after=0.9, gradients_error=0.9)
+    difference = amplified("add", 0.04, 0.9, text="float32", gradients_error=0.9)
     off = GradientsError(step=1, names=("", "", ""), text="float8_e4m3", error=error, of=4)
     assert findings(difference, off)["result-is-rounding-error"].severity == severity
 
@@ -444,13 +436,11 @@ def test_a_difference_that_is_the_noise_of_fp8_is_a_warning_where_it_is_as_large
     ("optimizer", "decay", "is_told"), [("Adam", 0, True), ("Adam", 0.1, False), ("AdamW", 0.1, True)]
 )
 def test_a_mean_of_gradients_tells_of_them_unless_it_holds_the_weights_decay(optimizer, decay, is_told):
-    precision = Precision(
-        {"float32": 10}, optimizers=(OptimizerRecord(optimizer, {"weight_decay": decay}, {"float32": 2}, {}),)
-    )
+    stepped = OptimizerRecord(optimizer, {"weight_decay": decay}, {"float32": 2}, {})
+    precision = Precision({"float32": 10}, optimizers=(stepped,))
     weights = BrokenWeights(name="w", step=4, names=("w",), of=1)
     state = BrokenState(name="w", step=4, names=(optimizer, "exp_avg"), text="float32", broken=1, of=4)
-    found = findings(weights, state, precision=precision)
-    assert ("gradients-broken-after-check" in found) == is_told
+    assert ("gradients-broken-after-check" in findings(weights, state, precision=precision)) == is_told
 
 
 def test_a_weight_whose_growth_is_recorded_again_with_the_losss_is_named_once():
@@ -467,16 +457,14 @@ def test_few_ties_are_information(fraction, severity):
 
 
 def test_an_overflow_counts_its_elements():
-    born = BornInfinite(step=1, names=("sum", "train.py:7", "forward"), text="float16", elements=1, of=4, largest=1e5)
-    message = findings(born)["overflow-in-operator"].message
+    message = findings(born("sum", 1e5, step=1, elements=1))["overflow-in-operator"].message
     assert message.startswith("In step 1, in train.py:7, sum overflows FP16 in 1 element: the exact result is finite")
 
 
 def test_an_overflow_whose_operator_is_known_explains_the_constant_that_it_made():
     event = broken(4, what="loss")
     constant = ExaminedArgument(step=4, text="a product with a constant that is infinite or NaN", elements=8, bits=32)
-    made = BornInfinite(step=5, names=("exp", "train.py:10", "forward"), text="float16", elements=4, of=64, largest=1e8)
-    found = findings(constant, made, precision=FP16, events=(event,))
+    found = findings(constant, born("exp", 1e8, line="train.py:10"), precision=FP16, events=(event,))
     assert found["overflow-in-operator"].evidence["line"] == "train.py:10"
     assert "argument-out-of-range" not in found
     assert "argument-out-of-range" in findings(constant, precision=FP16, events=(event,))
@@ -484,9 +472,7 @@ def test_an_overflow_whose_operator_is_known_explains_the_constant_that_it_made(
 
 def test_a_batch_that_a_cast_made_infinite_is_the_casts_fault():
     batch = ExaminedBatch(step=4, elements=3, rows=3, of_rows=8)
-    cast = BornInfinite(
-        step=5, names=("_to_copy", "train.py:10", "forward"), text="float16", elements=4, of=64, largest=1e5
-    )
+    cast = born("_to_copy", 1e5)
     events = tuple(broken(step, given=True) for step in (4, 5))
     found = findings(batch, cast, precision=FP16, events=events)
     assert found["overflow-in-operator"].severity == "error"
@@ -497,12 +483,10 @@ def test_a_batch_that_a_cast_made_infinite_is_the_casts_fault():
 
 
 def test_the_exponential_before_a_cast_is_to_be_bounded():
-    names = ("_to_copy", "train.py:10", "forward", "train.py:9")
-    cast = BornInfinite(step=1, names=names, text="float16", elements=4, of=64, largest=1e6, exponent=14.3)
-    finding = findings(cast)["overflow-in-operator"]
+    finding = findings(born("_to_copy", 1e6, "train.py:9", line="train.py:10", exponent=14.3))["overflow-in-operator"]
     assert "exp (train.py:9) gets arguments up to 14.3" in finding.message
     assert "exp()" in finding.code
-    without = findings(replace(cast, names=names[:3], exponent=None))["overflow-in-operator"]
+    without = findings(born("_to_copy", 1e6, line="train.py:10"))["overflow-in-operator"]
     assert "layer(x)" in without.code
     assert "exp" not in without.message.replace("the exact", "")
 
@@ -525,10 +509,8 @@ def test_the_exponential_before_a_cast_is_to_be_bounded():
     ],
 )
 def test_the_code_of_an_overflow_is_the_operator_in_fp32(operator, line):
-    record = BornInfinite(
-        step=7, names=(operator, "train.py:7", "forward"), text="float16", elements=1, of=64, largest=1e6
-    )
-    code = findings(record, precision=FP16, events=(broken(7),))["overflow-in-operator"].code
+    overflow = born(operator, 1e6, step=7)
+    code = findings(overflow, precision=FP16, events=(broken(7),))["overflow-in-operator"].code
     assert code.splitlines()[1:] == [f"    {line}", "    # the operators that take y", "    z = g(y)"]
     half = {name: torch.full((4, 4), 8.0).half() for name in "abwx"}
     names = {**half, "torch": torch, "device_type": "cpu", "p": 2, "dim": 0, "f": torch.relu, "g": torch.relu}
@@ -539,13 +521,13 @@ def test_the_code_of_an_overflow_is_the_operator_in_fp32(operator, line):
 
 def code_at(source, operator="mul", largest=1e6, record=None):
     """The code of an overflow, or of another record, in a line of the script, below that line."""
-    place = (operator, "train.py:7", "forward")
-    born = BornInfinite(name="head", step=7, names=place, text="float16", elements=1, of=64, largest=largest)
-    stored = replace((record or born).measurement(), sources={"train.py:7": source})
-    session = session_of({weight("w"): FINE}, measurements=[stored], precision=FP16, events=(broken(7),))
+    record = record or born(operator, largest, name="head", step=7)
+    stored = replace(record.measurement(), sources={"train.py:7": source})
+    session = session_with(stored, precision=FP16, events=(broken(7),))
     code = next(each.code for each in analyse(session).findings if each.evidence.get("operator") == operator)
-    assert code.splitlines()[0] == f"# train.py:7: {source}"
-    return "\n".join(code.splitlines()[1:])
+    first, *more = code.splitlines()
+    assert first == f"# train.py:7: {source}"
+    return "\n".join(more)
 
 
 WITH = "with torch.autocast(device_type, enabled=False):"
@@ -553,43 +535,35 @@ TAKEN = "# the operators that take y"
 
 
 @pytest.mark.parametrize(
-    ("operator", "source", "code"),
+    ("operator", "source", "before", "inside"),
     [
         (
-            "mul",
-            "return self.down(self.gate(x) * self.up(x))",
-            f"a = self.gate(x)\nb = self.up(x)\n{WITH}\n    y = a.float() * b.float()\n    {TAKEN}\n    return self.down(y)",
+            *("mul", "return self.down(self.gate(x) * self.up(x))", "a = self.gate(x)\nb = self.up(x)\n"),
+            ["y = a.float() * b.float()", TAKEN, "return self.down(y)"],
         ),
         (
-            "pow",
-            "loss = (model(x) - price).square().mean()",
-            f"value = model(x) - price\n{WITH}\n    y = value.float().square()\n    {TAKEN}\n    loss = y.mean()",
+            *("pow", "loss = (model(x) - price).square().mean()", "value = model(x) - price\n"),
+            ["y = value.float().square()", TAKEN, "loss = y.mean()"],
         ),
-        ("pow", "power = x**3 + 1", f"{WITH}\n    y = x.float().pow(3)\n    {TAKEN}\n    power = y + 1"),
+        ("pow", "power = x**3 + 1", "", ["y = x.float().pow(3)", TAKEN, "power = y + 1"]),
         (
-            "pow",
-            "rates = 10000.0 ** (-steps / width)",
-            f"x = -steps / width\n{WITH}\n    rates = 10000.0 ** x.float()\n    {TAKEN[:-1]}rates",
+            *("pow", "rates = 10000.0 ** (-steps / width)", "x = -steps / width\n"),
+            ["rates = 10000.0 ** x.float()", f"{TAKEN[:-1]}rates"],
         ),
-        ("sum", "return x.sum(1) / n", f"{WITH}\n    y = x.float().sum(1)\n    {TAKEN}\n    return y / n"),
-        ("mean", "m = torch.mean(x, -1)", f"{WITH}\n    m = x.float().mean(-1)\n    {TAKEN[:-1]}m"),
-        ("div", "h = 1 / b", f"{WITH}\n    h = 1 / b.float()\n    {TAKEN[:-1]}h"),
+        ("sum", "return x.sum(1) / n", "", ["y = x.float().sum(1)", TAKEN, "return y / n"]),
+        ("mean", "m = torch.mean(x, -1)", "", ["m = x.float().mean(-1)", f"{TAKEN[:-1]}m"]),
+        ("div", "h = 1 / b", "", ["h = 1 / b.float()", f"{TAKEN[:-1]}h"]),
+        ("bmm", "s = torch.matmul(q, k.mT)", "", ["s = q.float() @ k.mT.float()", f"{TAKEN[:-1]}s"]),
         (
-            "bmm",
-            "s = torch.matmul(q, k.mT)",
-            f"{WITH}\n    s = q.float() @ k.mT.float()\n    {TAKEN[:-1]}s",
+            *("mul", "loss = (y * b).mean()", ""),
+            ["result = y.float() * b.float()", f"{TAKEN[:-1]}result", "loss = (result).mean()"],
         ),
-        (
-            "mul",
-            "loss = (y * b).mean()",
-            f"{WITH}\n    result = y.float() * b.float()\n    {TAKEN[:-1]}result\n    loss = (result).mean()",
-        ),
-        ("mul", "y = y * b", f"{WITH}\n    y = y.float() * b.float()\n    {TAKEN}"),
-        ("mul_", "ä = b * a", f"{WITH}\n    ä = b.float() * a.float()\n    {TAKEN[:-1]}ä"),
+        ("mul", "y = y * b", "", ["y = y.float() * b.float()", TAKEN]),
+        ("mul_", "ä = b * a", "", ["ä = b.float() * a.float()", f"{TAKEN[:-1]}ä"]),
     ],
 )
-def test_the_code_has_the_operands_of_the_users_line(operator, source, code):
-    assert code_at(source, operator) == code
+def test_the_code_has_the_operands_of_the_users_line(operator, source, before, inside):
+    assert code_at(source, operator) == "\n    ".join([before + WITH, *inside])
 
 
 @pytest.mark.parametrize(
@@ -622,14 +596,12 @@ def test_a_residual_stream_keeps_its_branch_at_the_addition():
 
 
 def test_a_logarithm_of_a_softmax_stays_a_call_of_log_softmax():
-    logarithm = ExaminedArgument(step=7, text="a logarithm of zero, the result of a softmax", elements=1, calls=1)
+    of_softmax = ExaminedArgument(step=7, text="a logarithm of zero, the result of a softmax", elements=1, calls=1)
     called = CalledLines(step=7, text="log", names=("train.py:7",))
-    stored = [
-        replace(record.measurement(), sources={"train.py:7": "loss = -(t * p.log()).sum()"})
-        for record in (logarithm, called)
-    ]
-    session = session_of({weight("w"): FINE}, measurements=stored, events=(broken(7),))
-    code = next(each.code for each in analyse(session).findings if each.id == "argument-out-of-range")
+    sources = {"train.py:7": "loss = -(t * p.log()).sum()"}
+    stored = [replace(record.measurement(), sources=sources) for record in (of_softmax, called)]
+    report = analyse(session_with(*stored, events=(broken(7),)))
+    code = next(each.code for each in report.findings if each.id == "argument-out-of-range")
     assert code.splitlines()[1:] == [
         "# in place of log(p)",
         "y = torch.log_softmax(logits, -1)",
@@ -646,10 +618,8 @@ def test_operands_that_were_rounded_are_computed_anew_in_fp32():
         "    right = a.norm() * b.norm() + 1e-8",
         "    y = left.float() / right.float()",
     ]
-    cancelled = AmplifiedError(
-        name="norm", step=1, names=("sub", "train.py:7", "forward"), text="bfloat16", before=0.01, after=9.0
-    )
-    code = code_at("v = (x * x).mean() - mean * mean", "sub", record=replace(cancelled, gradients_error=0.5))
+    cancelled = amplified("sub", 0.01, 9.0, line="train.py:7", name="norm", gradients_error=0.5)
+    code = code_at("v = (x * x).mean() - mean * mean", "sub", record=cancelled)
     assert code.splitlines()[1:] == [
         "    # from inputs in FP32",
         "    a = (x * x).mean()",
@@ -659,15 +629,8 @@ def test_operands_that_were_rounded_are_computed_anew_in_fp32():
 
 
 def test_a_scattered_sum_has_the_indices_and_the_terms_of_the_users_line():
-    lost = LostSum(
-        name="hub",
-        step=1,
-        names=("index_put", "train.py:7", "forward"),
-        text="bfloat16",
-        error=0.7,
-        value=256.0,
-        exact=1120.0,
-    )
+    names = ("index_put", "train.py:7", "forward")
+    lost = LostSum(name="hub", step=1, names=names, text="bfloat16", error=0.7, value=256.0, exact=1120.0)
     source = "return total.index_put((target,), messages, accumulate=True) / degree"
     assert code_at(source, "index_put", record=lost) == (
         "total = total.float().index_put(\n    (target,), messages.float(), accumulate=True\n)"
@@ -685,9 +648,8 @@ def test_a_scattered_sum_has_the_indices_and_the_terms_of_the_users_line():
 
 @pytest.mark.parametrize("weights", ["float32", "float16"])
 def test_a_linear_layer_that_overflows_computes_in_fp32(weights):
-    place = ("addmm", "train.py:7", "forward")
-    born = BornInfinite(name="1", step=7, names=place, text="float16", elements=1, of=64, largest=1e6)
-    code = findings(born, precision=replace(FP16, weights={weights: 10}), events=(broken(7),))
+    precision = replace(FP16, weights={weights: 10})
+    code = findings(born("addmm", 1e6, name="1", step=7), precision=precision, events=(broken(7),))
     model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(4, 4)).to(getattr(torch, weights))
     exec(code["overflow-in-operator"].code, {"torch": torch, "device_type": "cpu", "model": model})
     with torch.autocast("cpu", torch.float16):
@@ -698,18 +660,17 @@ def test_a_linear_layer_that_overflows_computes_in_fp32(weights):
 
 
 def test_the_operands_of_a_difference_are_computed_in_fp32():
-    record = AmplifiedError(
-        step=1, names=("sub", "train.py:9", "forward", "w"), text="bfloat16", before=0.01, after=9.0
-    )
-    difference = findings(replace(record, gradients_error=0.5))["result-is-rounding-error"].code
+
+    def code_of(operator, *origin):
+        return findings(amplified(operator, 0.01, 9.0, "w", *origin, gradients_error=0.5))[
+            "result-is-rounding-error"
+        ].code
+
     names = {"torch": torch, "device_type": "cpu", "f": torch.square, "g": torch.square, "x": torch.ones(4).bfloat16()}
-    exec(difference, names)
+    exec(code_of("sub"), names)
     assert names["a"].dtype is names["difference"].dtype is torch.float32
-    sine = replace(record, names=("sin", "train.py:9", "forward", "w"), gradients_error=0.5)
-    code = findings(sine)["result-is-rounding-error"].code
-    assert code.splitlines()[1:] == ["    x = f(z.float())", "    y = x.sin()"]
-    division = (*sine.names[:1], "train.py:9", "forward", "w", "div", "train.py:5", "head", "bfloat16")
-    code = findings(replace(sine, names=division))["result-is-rounding-error"].code
+    assert code_of("sin").splitlines()[1:] == ["    x = f(z.float())", "    y = x.sin()"]
+    code = code_of("sin", "div", "train.py:5", "head", "bfloat16")
     assert code.splitlines()[1:] == ["    x = a.float() / b.float()", "    y = x.sin()"]
 
 
@@ -726,34 +687,22 @@ def test_updates_far_beyond_adams_are_of_its_squares_and_not_of_the_learning_rat
     grown = WeightGrowth(name="w", step=8, ratio=17.0, began=100.0, elements=10_000, lr=0.003, initial_lr=0.003)
     precision = Precision({"float32": 10}, optimizers=(OptimizerRecord("Adam8bit", settings),))
     event = replace(broken(47), skipped=False)
-    finding = findings(grown, precision=precision, events=(event,), progress=Progress(60, 60, 0, 60, True))[
-        "weights-exploded"
-    ]
+    progress = Progress(60, 60, 0, 60, True)
+    finding = findings(grown, precision=precision, events=(event,), progress=progress)["weights-exploded"]
     assert ("moved by 593 times the learning rate" in finding.message) is is_far
     assert finding.fix.startswith(("Lower the learning rate", "Keep the optimizer's average of squared")[is_far])
 
 
 def test_a_limit_of_scaled_gradients_at_one_line_is_reported_once():
     limits = [replace(mixed("limit"), step=step, names=("clamp", "train.py:7"), share=0.5) for step in (1, 101)]
-    session = session_of(
-        {weight("w"): FINE},
-        measurements=[each.measurement() for each in limits],
-        progress=Progress(20, 20, 0, 20, True),
-    )
+    session = session_with(*(each.measurement() for each in limits))
     (found,) = [each for each in analyse(session).findings if "clamp sets 50%" in each.message]
     assert found.evidence["measured_steps"] == 2
 
 
-def mixed(text, *names):
-    return MixedPowers(
-        name="0.weight",
-        step=1,
-        names=("add_", "train.py:7", *names),
-        text=text,
-        loss_scale=1024.0,
-        first=1.0,
-        second=0.0,
-    )
+def mixed(text, *names, **others):
+    fields = {"name": "0.weight", "loss_scale": 1024.0, "first": 1.0, "second": 0.0, **others}
+    return MixedPowers(step=1, names=("add_", "train.py:7", *names), text=text, **fields)
 
 
 @pytest.mark.parametrize(
@@ -762,7 +711,7 @@ def mixed(text, *names):
         (mixed("accumulated", "0.weight", "0.bias"), "in '0.weight', '0.bias': the loss of one", "other_loss"),
         (mixed("gradient"), "(train.py:7) a value that is not multiplied", "scaler.unscale_(optimizer)"),
         (mixed("optimizer"), "is still multiplied by the loss scale", "scaler.step(optimizer)"),
-        (replace(mixed("optimizer"), first=0.0, second=-1.0), "too small by the loss scale", "other_loss"),
+        (mixed("optimizer", first=0.0, second=-1.0), "too small by the loss scale", "other_loss"),
         (mixed("number"), "a number is added to a value", "create_graph=True"),
         (mixed("values"), "are added to values", "loss + other_loss"),
     ],
@@ -774,20 +723,20 @@ def test_each_mixture_of_scales_has_its_fix(record, words, code):
     assert code in finding.code
 
 
+def in_backward(step, scale, *maxima):
+    return Event(step, 0, "backward", "0", "activation", "0", "inf", scale, maxima, True, True)
+
+
 def test_a_mixture_explains_the_skipped_steps_that_it_makes():
-    events = tuple(
-        Event(step, 0, "backward", "0", "activation", "0", "inf", 2.0 ** (20 - step), (), True, True)
-        for step in range(8)
-    )
+    events = tuple(in_backward(step, 2.0 ** (20 - step)) for step in range(8))
     found = findings(mixed("number"), precision=FP16, events=events)
     assert found["non-finite-event"].severity == "info"
     assert all(found[id].severity == "info" for id in ("initial-scale-too-high", "scale-too-high") if id in found)
 
 
 def test_a_mixture_of_gradients_is_not_reported_in_addition_to_a_measurement_of_all_of_them():
-    measured = ChangedBeforeStep(
-        step=1, factor=0.5, is_uniform=True, zeroed=0, sum_of_squares=1, not_finite=0, nans=0, masters=False
-    )
+    figures = {"zeroed": 0, "sum_of_squares": 1, "not_finite": 0, "nans": 0, "masters": False}
+    measured = ChangedBeforeStep(step=1, factor=0.5, is_uniform=True, **figures)
     assert "scaled-plus-unscaled" not in findings(mixed("optimizer"), measured)
 
 
@@ -810,23 +759,12 @@ def test_an_epsilon_of_ones_own_optimizer_is_inferred_from_the_broken_update(pha
 
 @pytest.mark.parametrize(("largest", "is_told"), [(200.0, True), (30_000.0, False)])
 def test_overflows_of_gradients_that_grow_are_not_outliers(largest, is_told):
-    events = tuple(
-        Event(step, 0, "backward", "2", "activation", "2", "inf", scale, (largest,), True, True)
-        for step, scale in ((5, 64.0), (8, 32.0), (10, 16.0), (15, 8.0))
-    )
+    events = tuple(in_backward(step, scale, largest) for step, scale in ((5, 64.0), (8, 32.0), (10, 16.0), (15, 8.0)))
     assert ("overflow-recurs" in findings(precision=FP16, events=events)) is is_told
 
 
 def test_gradients_divided_after_each_backward_are_named_beside_the_measured_factor():
-    divided = MixedPowers(
-        name="head",
-        step=1,
-        names=("add", "train.py:9", "head"),
-        text="divided",
-        loss_scale=2048.0,
-        first=0.0,
-        second=1.0,
-    )
+    divided = mixed("divided", "head", name="head", loss_scale=2048.0, first=0.0, second=1.0)
     measured = ChangedBeforeStep(name="head", step=0, factor=7e-5, is_uniform=True, of=10.0, zeroed=0.0)
     finding = findings(divided, measured, precision=FP16)["scaled-plus-unscaled"]
     assert finding.severity == "error"
@@ -839,14 +777,9 @@ def test_gradients_divided_after_each_backward_are_named_beside_the_measured_fac
 @pytest.mark.parametrize(
     ("operator", "buffer", "says", "code"),
     [
-        (
-            "mul_",
-            "sampler.tau",
-            "multiplications in BF16 leave 100% of the buffer 'sampler.tau'",
-            'get_buffer("sampler.tau")',
-        ),
+        ("mul_", "sampler.tau", "multiplications in BF16 leave 100% of the buffer", 'get_buffer("sampler.tau")'),
         ("mul", "", "such as a schedule or a decaying average", "value.float()"),
-        ("add_", "calls", "additions in BF16 leave 100% of the buffer 'calls'", 'get_buffer("calls")'),
+        ("add_", "calls", "additions in BF16 leave 100% of the buffer", 'get_buffer("calls")'),
         ("lerp_", "", "such as a moving average", "weight.detach().float()"),
     ],
 )
@@ -855,6 +788,7 @@ def test_a_tensor_that_stays_is_named_with_the_operator_that_leaves_it(operator,
     finding = findings(record)["buffer-stops-changing"]
     assert finding.severity == "warning"
     assert says in finding.message
+    assert not buffer or f"{says} '{buffer}'" in finding.message
     assert code in finding.code
 
 
@@ -896,15 +830,13 @@ def test_a_zero_that_the_precision_made_is_named_with_its_difference_and_is_comp
     assert findings(of_difference, events=(broken(4),))["argument-out-of-range"].fix == finding.fix
 
 
-EARLIER = ("", "exp", "train.py:5", "head.log", "float16")
-
-
-def born(largest, names=("sum", "train.py:7", "forward", *EARLIER), **figures):
-    return BornInfinite(name="head", step=7, names=names, text="float16", elements=2, of=4, largest=largest, **figures)
+def in_head(operator, largest, *origin, **figures):
+    return born(operator, largest, *origin, name="head", step=7, **{"elements": 2, **figures})
 
 
 def test_a_sum_that_overflows_is_named_with_the_operator_that_used_the_range_up():
-    finding = findings(born(4e5, near=3e4), precision=FP16, events=(broken(7),))["overflow-in-operator"]
+    overflow = in_head("sum", 4e5, "", "exp", "train.py:5", "head.log", "float16", near=3e4)
+    finding = findings(overflow, precision=FP16, events=(broken(7),))["overflow-in-operator"]
     assert finding.message.startswith(
         "In step 7, in 'head.log' (train.py:5), exp makes numbers up to 3e+04, near FP16's end of 65504; in 'head' (train.py:7), "
         "sum overflows in 2 elements: the exact result is finite, up to 4e+05."
@@ -914,18 +846,19 @@ def test_a_sum_that_overflows_is_named_with_the_operator_that_used_the_range_up(
 
 
 def test_an_infinity_of_rounded_inputs_is_named_with_the_operator_that_rounded_them():
-    log = ("log", "train.py:7", "forward", "", "_to_copy", "train.py:5", "head", "float16")
-    finding = findings(born(0, log), precision=FP16, events=(broken(7),))["input-rounded-away"]
+    log = in_head("log", 0, "", "_to_copy", "train.py:5", "head", "float16")
+    finding = findings(log, precision=FP16, events=(broken(7),))["input-rounded-away"]
     assert "In step 7, in 'head' (train.py:5), a cast rounds to FP16 and loses the value" in finding.message
     assert "Compute in FP32 from 'head' (train.py:5) to 'head' (train.py:7)" in finding.fix
     # An operator of the same line has no other place.
-    alone = findings(born(0, (*log[:5], "train.py:7", *log[6:])), precision=FP16, events=(broken(7),))
+    same_line = replace(log, names=(*log.names[:5], "train.py:7", *log.names[6:]))
+    alone = findings(same_line, precision=FP16, events=(broken(7),))
     assert "an earlier operator had rounded away" in alone["input-rounded-away"].message
 
 
 def test_a_difference_is_named_with_the_addition_that_rounded_its_operands():
-    names = ("sub", "train.py:9", "forward", "w", "add", "train.py:5", "value", "bfloat16")
-    left = AmplifiedError(step=1, names=names, text="float32", before=0.007, after=7.7, gradients_error=0.9)
+    origin = ("w", "add", "train.py:5", "value", "bfloat16")
+    left = amplified("sub", 0.007, 7.7, *origin, text="float32", gradients_error=0.9)
     finding = findings(left)["result-is-rounding-error"]
     assert finding.message.startswith(
         "In step 1, in 'value' (train.py:5), add rounds to BF16, and in train.py:9, a difference leaves mostly that error"
@@ -938,7 +871,7 @@ def test_an_overflow_that_makes_a_zero_leads_before_the_logarithm_of_it():
     examined = ExaminedArgument(step=4, text="a logarithm of zero", elements=4, bits=16)
     names = ("log10", "train.py:9", "forward", "")
     rounded = RoundedArgument(step=7, names=names, text="float16", elements=4, of=4, given=0.0, exact=2e-4)
-    overflow, events = born(8e4, ("sum", "train.py:7", "forward")), (broken(4), broken(7))
+    overflow, events = in_head("sum", 8e4), (broken(4), broken(7))
     found = findings(examined, rounded, overflow, precision=FP16, events=events)
     assert (found["overflow-in-operator"].severity, found["argument-out-of-range"].severity) == ("error", "info")
     # A logarithm of an exact zero is the script's own.
@@ -960,8 +893,8 @@ BATCH = ExaminedBatch(step=7, elements=5)
         ([replace(ZERO, text="a square root of zero")], broken(7), "info"),
         ([BATCH], broken(7), "info"),
         ([ExaminedTarget(step=7, elements=5)], broken(7), "error"),
-        ([born(1e5, ("mul", "train.py:9", "forward"))], broken(7), "info"),
-        ([born(0.0, ("log", "train.py:7", "forward"))], broken(7), "error"),
+        ([in_head("mul", 1e5, line="train.py:9")], broken(7), "info"),
+        ([in_head("log", 0.0)], broken(7), "error"),
         ([], replace(broken(7), module="body"), "info"),
     ],
 )
@@ -975,7 +908,7 @@ def test_a_bound_that_rounds_away_is_an_error_where_it_explains_the_break(record
 
 @pytest.mark.parametrize("is_negative", [False, True])
 def test_negative_infinities_that_break_nothing_are_an_info(is_negative):
-    overflow = replace(born(1.3e5, ("add", "train.py:7", "forward")), is_negative=float(is_negative))
+    overflow = in_head("add", 1.3e5, is_negative=float(is_negative))
     alone, broke = findings(overflow, precision=FP16), findings(overflow, precision=FP16, events=(broken(7),))
     assert alone["overflow-in-operator"].severity == ("info" if is_negative else "warning")
     assert broke["overflow-in-operator"].severity == "error"
@@ -984,13 +917,13 @@ def test_negative_infinities_that_break_nothing_are_an_info(is_negative):
 @pytest.mark.parametrize(("largest", "is_mask"), [(0.0, False), (3.4e38, True), (None, True)])
 def test_a_mask_is_not_blamed_for_infinities_that_rounding_makes_in_its_module(largest, is_mask):
     mask = ExaminedMask(name="head", step=7, text="a softmax of a row of only -inf", elements=9)
-    made = [] if largest is None else [born(largest, ("log", "train.py:7", "forward"))]
+    made = [] if largest is None else [in_head("log", largest)]
     assert ("mask-hides-whole-row" in findings(mask, *made, events=(broken(7),))) is is_mask
 
 
 def test_a_mask_whose_finite_numbers_become_infinite_names_their_line():
     mask = ExaminedMask(name="head", step=7, text="a softmax of a row of only -inf", elements=9)
-    made = replace(born(1e9, ("mul", "train.py:5", "forward")), is_negative=1.0)
+    made = in_head("mul", 1e9, line="train.py:5", is_negative=1.0)
     found = findings(mask, made, precision=FP16, events=(broken(7),))["mask-hides-whole-row"]
     assert "up to 1e+09 in magnitude, which FP16 makes -inf (train.py:5)" in found.message
     assert "torch.finfo(scores.dtype).min" in found.code
@@ -1004,20 +937,16 @@ def test_a_forwards_loss_comes_before_a_backwards_that_computes_with_it():
     assert list(findings(forward, absorbed(size=1.0))) == ["sum-loses-terms", "addition-changes-nothing"]
 
 
-def trained(loss_of, scale, steps=4):
+def trained(loss_of, scale):
     """Train in FP16 and compute steps twice; return the findings by id."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    with Inspector(model, optimizers=optimizer, second=True) as inspector:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = loss_of(model(torch.randn(16, 8)))
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+
+    def loss(step):
+        with torch.autocast("cpu", torch.float16):
+            return loss_of(model(torch.randn(16, 8)))
+
+    inspector = inspected(model, loss, 4, lr=1e-3, scaler=cpu_scaler(scale), second=True)
     return {finding.id: finding for finding in analyse(inspector.session()).findings}
 
 

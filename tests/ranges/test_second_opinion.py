@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 
 import mpinspect
@@ -17,17 +18,10 @@ def mean_square(model, batch):
         return model(batch).float().square().mean()
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.tensor(14.3))
-
-    def forward(self, x):
-        return self.linear(x).half() * self.scale.half().exp()
-
-
 def test_an_infinity_of_the_precision_has_its_operator_and_line():
-    (found,) = mpinspect.second_opinion(Scaled(), lambda model, x: model(x).float().mean(), torch.ones(4, 8))
+    layers = {"linear": nn.Linear(8, 8), "scale": nn.Parameter(torch.tensor(14.3))}
+    model = Of(lambda self, x: self.linear(x).half() * self.scale.half().exp(), **layers)
+    (found,) = mpinspect.second_opinion(model, lambda model, x: model(x).float().mean(), torch.ones(4, 8))
     assert (found.id, found.severity) == ("overflow-in-operator", "warning")
     assert (found.evidence["operator"], found.evidence["dtype"]) == ("exp", "float16")
     assert found.evidence["line"].startswith("test_second_opinion.py:")
@@ -66,20 +60,14 @@ def test_a_healthy_step_has_no_findings(dtype):
     )
 
 
-class Copying(nn.Module):
-    """Copies and pickles its layer, and branches, while hooks and a dispatch mode are on it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = copy.deepcopy(self.layer)(x) + pickle.loads(pickle.dumps(self.layer))(x) + self.layer(x)
-        return torch.cond(x.shape[0] > 2, lambda x: x * 2, lambda x: x / 0, (x,))
+def copying(self, x):
+    """Copy and pickle the layer, and branch, while hooks and a dispatch mode are on it."""
+    x = copy.deepcopy(self.layer)(x) + pickle.loads(pickle.dumps(self.layer))(x) + self.layer(x)
+    return torch.cond(x.shape[0] > 2, lambda x: x * 2, lambda x: x / 0, (x,))
 
 
 def test_a_step_that_copies_its_layers_and_branches():
-    assert mpinspect.second_opinion(Copying(), mean_square, torch.randn(4, 8)) == ()
+    assert mpinspect.second_opinion(Of(copying, layer=nn.Linear(8, 8)), mean_square, torch.randn(4, 8)) == ()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

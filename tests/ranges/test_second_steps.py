@@ -8,10 +8,11 @@ import weakref
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
-from trainings import take_step
+from trainings import inspected, take_step
 
 import mpinspect
 from mpinspect.ranges.capture.steps import LossLevel, StepChoice
@@ -294,7 +295,6 @@ def test_a_loss_has_jumped_once_two_in_a_row_are_far_above_all_recent_ones(losse
 
 @pytest.mark.parametrize("is_late", [True, False])
 def test_an_overflow_that_raises_the_loss_and_leaves_it_finite_is_found(is_late):
-    torch.manual_seed(0)
     model = nn.Linear(4, 1).half()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     with mpinspect.Inspector(model, optimizers=optimizer, second=True, loss_scale=1) as inspector:
@@ -319,7 +319,6 @@ LATER_OVERFLOWS = {
 
 @pytest.mark.parametrize("change", LATER_OVERFLOWS)
 def test_an_overflow_of_a_later_phase_that_leaves_the_loss_finite_is_found(change):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
@@ -332,21 +331,13 @@ def test_an_overflow_of_a_later_phase_that_leaves_the_loss_finite_is_found(chang
     assert "overflow-in-operator" in {finding.id for finding in inspector.report().findings}
 
 
-class Wave(nn.Module):
+def wave():
     """A network of a sine, whose second derivative has the square of the first layer's weights as a factor."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(1, 8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        h = torch.sin(self.first(x))
-        return self.last(h)
+    return Of(lambda self, x: self.last(torch.sin(self.first(x))), first=nn.Linear(1, 8), last=nn.Linear(8, 1))
 
 
 def test_the_layer_whose_derivative_overflows_fp16_is_named():
-    torch.manual_seed(0)
-    model = Wave()
+    model = wave()
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-9), torch.amp.GradScaler("cpu", init_scale=1.0)
     with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
         for step in range(16):
@@ -382,29 +373,20 @@ def test_of_steps_after_one_infinity_some_are_left_for_the_next():
     assert chosen(StepChoice(()), [2, 12, 15, 16, 17]) == [2, 3, 4, 5, 6, 12, 15, 16]
 
 
-class Decays(nn.Module):
-    """Multiplies by 1 less decay factors: of a parameter, or of the input."""
-
-    def __init__(self, of_input):
-        super().__init__()
-        self.logits = nn.Parameter(torch.linspace(0, 12, 16))
-        self.of_input = of_input
+def decays(of_input):
+    """Multiply by 1 less decay factors: of a parameter, or of the input."""
 
     def forward(self, x):
-        logits = self.logits + x if self.of_input else self.logits
+        logits = self.logits + x if of_input else self.logits
         return (1 - torch.sigmoid(logits).bfloat16()).float() * x
+
+    return Of(forward, logits=nn.Parameter(torch.linspace(0, 12, 16)))
 
 
 @pytest.mark.parametrize("of_input", [False, True])
 def test_decay_factors_of_a_parameter_that_round_to_1_are_named_and_saturated_gates_are_not(of_input):
-    torch.manual_seed(0)
-    model = nn.Sequential(Decays(of_input), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
-        for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.randn(8, 16)).mean().backward()
-            optimizer.step()
+    model = nn.Sequential(decays(of_input), nn.Linear(16, 1))
+    inspector = inspected(model, lambda _: model(torch.randn(8, 16)).mean(), 4, lr=0.01, second=True)
     found = {finding.id: finding for finding in inspector.report().findings}
     assert ("constant-is-one" in found) is not of_input
     if not of_input:
@@ -458,13 +440,13 @@ def subtracted(difference, numbers, dtype=torch.float32, steps=4):
     """Train on differences of whole numbers, which a script has cast before the loop."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     given = numbers.to(dtype)
-    with mpinspect.Inspector(model, optimizers=optimizer, second=True) as inspector:
-        for _ in range(steps):
-            x = difference(given).float().reshape(-1, 1)
-            loss = model(x.clamp(-1, 1)).square().mean()
-            take_step(optimizer, loss)
+
+    def loss_of(_):
+        x = difference(given).float().reshape(-1, 1)
+        return model(x.clamp(-1, 1)).square().mean()
+
+    inspector = inspected(model, loss_of, steps, lr=0.01, second=True)
     return [each for each in inspector.report().findings if each.id == "result-is-rounding-error"]
 
 
@@ -518,7 +500,6 @@ def test_differences_that_float32_represents_are_not_reported(how, numbers, dtyp
 
 @pytest.mark.parametrize("is_second", [True, False])
 def test_a_logarithm_that_breaks_later_has_the_line_of_its_call_in_the_step_computed_twice(is_second):
-    torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with mpinspect.Inspector(model, optimizers=optimizer, second=is_second) as inspector:
@@ -567,7 +548,6 @@ def test_a_logarithm_of_flushed_results_is_recorded(dtype, flushed):
 
 @pytest.mark.parametrize(("dtype", "infinite"), [(torch.float16, 8), (torch.bfloat16, None), (torch.float32, None)])
 def test_a_teacher_whose_variance_a_cast_made_infinite_is_named(dtype, infinite):
-    torch.manual_seed(0)
     teacher = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
     teacher[0].running_var.fill_(1e6)
     teacher.to(dtype)
@@ -588,7 +568,6 @@ def test_a_teacher_whose_variance_a_cast_made_infinite_is_named(dtype, infinite)
 
 
 def test_a_determinant_that_16_bits_made_negative_names_the_last_operator_in_16_bits():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 24))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     # In half of the steps the determinant is negative.
@@ -603,14 +582,13 @@ def test_a_determinant_that_16_bits_made_negative_names_the_last_operator_in_16_
             take_step(optimizer, loss.nan_to_num())
     born = next(each for each in inspector.session().measurements if each.what == "second-born")
     first_line = sys._getframe().f_code.co_firstlineno
-    assert (born.figures["is_last"], born.names[1]) == (1, f"test_second_steps.py:{first_line + 12}")
-    assert born.names[5] == f"test_second_steps.py:{first_line + 11}"
+    assert (born.figures["is_last"], born.names[1]) == (1, f"test_second_steps.py:{first_line + 11}")
+    assert born.names[5] == f"test_second_steps.py:{first_line + 10}"
     assert "z.float()" in next(each.code for each in inspector.report().findings if each.id == "input-rounded-away")
 
 
 @pytest.mark.parametrize(("is_used", "severity"), [(False, "info"), (True, "error")])
 def test_an_overflow_outside_of_the_graph_is_an_info_unless_it_spoils_the_gradients(is_used, severity):
-    torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with mpinspect.Inspector(model, second=[0]) as inspector:

@@ -7,7 +7,7 @@ import torch
 from agreeing_reports import analyse, contradictions
 from analysis_sessions import session_of, spread, weight
 from torch import nn
-from trainings import take_step
+from trainings import closure_of, inspected, take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
@@ -75,13 +75,7 @@ def trained_on(step, model, optimizer):
 
 @pytest.mark.parametrize(
     ("last", "how"),
-    [
-        (24, {}),
-        (3, {"steps": 10}),
-        (3, {"after_step": trained_on}),
-        (3, {"factor": 0.0}),
-        (3, {"dtype": None}),
-    ],
+    [(24, {}), (3, {"steps": 10}), (3, {"after_step": trained_on}), (3, {"factor": 0.0}), (3, {"dtype": None})],
     ids=["moving", "a few steps", "moved at the end", "no gradient", "fp32"],
 )
 def test_weights_that_may_stay_are_not_a_finding(last, how):
@@ -92,13 +86,12 @@ def test_weights_that_may_stay_are_not_a_finding(last, how):
 
 def test_rows_that_no_sample_uses_are_not_a_finding():
     model = nn.Embedding(100_000, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model) as inspector:
-        for _ in range(24):
-            optimizer.zero_grad()
-            # The elements that are compared are in other rows.
-            model(torch.randint(1, 12_000, (16,))).bfloat16().float().square().mean().backward()
-            optimizer.step()
+
+    def loss_of(_):
+        # The elements that are compared are in other rows.
+        return model(torch.randint(1, 12_000, (16,))).bfloat16().float().square().mean()
+
+    inspector = inspected(model, loss_of, 24, optimizers=None)
     assert list(recorded(inspector.session().measurements, Standstill)) == []
 
 
@@ -109,22 +102,18 @@ def test_masters_whose_updates_have_not_reached_16_bits_yet_are_not_a_finding():
 
 
 def test_a_line_search_in_bf16_is_told_to_compute_in_fp32():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 1))
     x = torch.linspace(-2, 2, 200)[:, None]
 
     def fit(dtype):
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=10, line_search_fn="strong_wolfe")
 
-        def closure():
-            optimizer.zero_grad()
+        def loss_of():
             with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
-                loss = nn.functional.mse_loss(model(x).float(), (3 * x).sin())
-            loss.backward()
-            return loss
+                return nn.functional.mse_loss(model(x).float(), (3 * x).sin())
 
         with Inspector(model) as inspector:
-            losses = [float(optimizer.step(closure).detach()) for _ in range(40)]
+            losses = [float(optimizer.step(closure_of(optimizer, loss_of)).detach()) for _ in range(40)]
         return inspector.report(), losses
 
     report, losses = fit(torch.bfloat16)
@@ -287,5 +276,4 @@ def test_16_bit_weights_whose_masters_have_low_rates_stand_still_if_they_have_gr
             with torch.no_grad():
                 for weight, master in zip(model.parameters(), masters, strict=True):
                     weight.copy_(master)
-    found = named(inspector.report())
-    assert [finding.step for finding in found] == ([6] if factor else [])
+    assert [finding.step for finding in named(inspector.report())] == ([6] if factor else [])

@@ -1,5 +1,6 @@
 """Under tensor parallelism, outputs are AsyncCollectiveTensors, whose values are still in transfer."""
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,8 @@ STEPS = 6
 BROKEN_AT = 4
 
 
-class _Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.act(self.up(x)))
+def _perceptron() -> nn.Sequential:
+    return nn.Sequential(OrderedDict(up=nn.Linear(8, 16), act=nn.Tanh(), down=nn.Linear(16, 8)))
 
 
 class _Scale(nn.Module):
@@ -37,7 +33,7 @@ def _model() -> nn.Sequential:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.manual_seed(0)
-    model = nn.Sequential(_Perceptron(), _Scale(), _Perceptron(), nn.Linear(8, 1))
+    model = nn.Sequential(_perceptron(), _Scale(), _perceptron(), nn.Linear(8, 1))
     for part in (model[0], model[2]):
         parallelize_module(
             part, init_device_mesh("cpu", (RANKS,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}

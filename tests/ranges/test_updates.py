@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from trainings import take_step
+from trainings import inspected
 
 from mpinspect import Inspector
 from mpinspect.counting.cpu import available
@@ -183,11 +183,8 @@ def _updates(inspector: Inspector, name: str = "weight") -> TensorWindow:
 
 
 def _train(model: nn.Module, lr: float, **options: object) -> Inspector:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    with Inspector(model, **options) as inspector:
-        for _ in range(3):
-            take_step(optimizer, model(torch.ones(1, 4, dtype=next(model.parameters()).dtype)).sum())
-    return inspector
+    x = torch.ones(1, 4, dtype=next(model.parameters()).dtype)
+    return inspected(model, lambda _: model(x).sum(), 3, lr=lr, **{"optimizers": None, **options})
 
 
 def test_updates_of_fp32_weights_are_estimated_for_each_format() -> None:
@@ -215,8 +212,7 @@ def test_updates_of_half_weights_are_captured_by_default_and_measured(dtype: tor
 
 
 def test_updates_of_fp32_weights_are_not_captured_by_default() -> None:
-    inspector = _train(nn.Linear(4, 1), 0.1)
-    assert not [key for key in inspector.session().totals() if key.kind == "update"]
+    assert not [key for key in _train(nn.Linear(4, 1), 0.1).session().totals() if key.kind == "update"]
 
 
 def test_a_skipped_step_has_no_update() -> None:

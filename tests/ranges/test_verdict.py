@@ -7,7 +7,7 @@ import pytest
 import sessions
 import torch
 from torch import nn
-from trainings import take_step
+from trainings import closure_of, inspected, take_step
 
 import mpinspect
 from mpinspect import Inspector, MixedPrecision
@@ -51,10 +51,7 @@ def test_a_model_that_casts_one_part_computes_in_two_precisions():
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), Halved(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Inspector(model) as inspector:
-        for _ in range(3):
-            take_step(optimizer, model(torch.randn(4, 8)).float().square().mean())
+    inspector = inspected(model, lambda _: model(torch.randn(4, 8)).float().square().mean(), 3, optimizers=None)
     expected = "Computes in FP32 and BF16: FP32 weights, no autocast, SGD, no scaler."
     assert inspector.report().verdict.precision == expected
 
@@ -87,7 +84,6 @@ def test_the_verdict_names_the_precision_of_the_run(told, how):
 
 
 def test_masters_and_weights_have_their_own_precision():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     precision = MixedPrecision(model, optimizer, precision="bf16-master")
@@ -133,16 +129,9 @@ def test_no_grad_scaler_is_suggested_for_an_optimizer_with_a_closure():
     def with_closure():
         model, data = nn.Linear(8, 4), torch.randn(16, 8)
         optimizer = torch.optim.LBFGS(model.parameters())
-
-        def closure():
-            optimizer.zero_grad()
-            loss = model(data).square().mean()
-            loss.backward()
-            return loss
-
         with Inspector(model) as inspector:
             for _ in range(4):
-                optimizer.step(closure)
+                optimizer.step(closure_of(optimizer, lambda: model(data).square().mean()))
         return inspector
 
     advice = "To train in 16 bits, try BF16 autocast"
@@ -165,7 +154,6 @@ def test_the_verdict_of_a_bfloat16_run_states_the_scale_that_float16_would_need(
 
 
 def test_float16_rounds_more_finely_than_bfloat16_from_the_reported_scale():
-    torch.manual_seed(0)
     gradients = torch.randn(4096) * 2.0**-20
     with mpinspect.Recorder() as recorder:
         for step in range(4):
@@ -301,7 +289,6 @@ def test_the_session_file_contains_the_ledger(tmp_path):
 
 
 def test_the_verdict_of_a_broken_run_has_at_most_six_lines_and_code():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     shadow = copy.deepcopy(model)

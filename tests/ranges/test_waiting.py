@@ -61,6 +61,16 @@ class Backwards:
             watched = WatchedParameter(name, "", parameter, True)  # type: ignore[arg-type]
             parameter.register_hook(lambda gradient, watched=watched: self._arrives(watched, gradient))
 
+    def hooked(self, *names: str) -> list[nn.Parameter]:
+        """Return parameters of three ones with these names."""
+        parameters = {name: ones(3) for name in names}
+        self.hook(**parameters)
+        return list(parameters.values())
+
+    def waits(self) -> dict[str, bool]:
+        """Return whether each gradient that arrived has waited."""
+        return {each.name: each.waits for each in self.arrived}
+
     def sizes(self) -> list[int]:
         """Return the number of gradients in each batch that was read."""
         return [len(found) for found, _ in self.reads]
@@ -134,16 +144,14 @@ def test_gradients_of_a_backward_are_read_together_before_it_returns(backwards: 
 
 
 def test_each_batch_is_read_with_the_state_of_its_own_backward(backwards: Backwards) -> None:
-    parameter = ones(3)
-    backwards.hook(parameter=parameter)
+    (parameter,) = backwards.hooked("parameter")
     for _ in range(3):
         loss(parameter).backward()
     assert [begun for _, begun in backwards.reads] == [1, 2, 3]
 
 
 def test_each_gradient_stores_the_number_of_readings_before_it(backwards: Backwards) -> None:
-    late, early = ones(3), ones(3)
-    backwards.hook(late=late, early=early)
+    late, early = backwards.hooked("late", "early")
     hidden = late * 2
     hidden.register_hook(lambda gradient: backwards.read_before.extend([None] * 5))
     (hidden.exp() * early).sum().backward()
@@ -166,16 +174,11 @@ def test_torch_stores_a_waiting_gradient_without_a_copy(backwards: Backwards) ->
 
 
 def test_a_gradient_that_something_else_may_change_does_not_wait(backwards: Backwards) -> None:
-    another_hook, in_backward, alone = ones(3), ones(3), ones(3)
-    backwards.hook(another_hook=another_hook, in_backward=in_backward, alone=alone)
+    another_hook, in_backward, alone = backwards.hooked("another_hook", "in_backward", "alone")
     another_hook.register_hook(lambda gradient: gradient.mul_(0))
     in_backward.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     loss(another_hook, in_backward, alone).backward()
-    assert {each.name: each.waits for each in backwards.arrived} == {
-        "another_hook": False,
-        "in_backward": False,
-        "alone": True,
-    }
+    assert backwards.waits() == {"another_hook": False, "in_backward": False, "alone": True}
     backwards.check()
 
 
@@ -185,10 +188,7 @@ class _Subclass(torch.Tensor):
 
 @pytest.mark.parametrize(
     "gradient",
-    [
-        torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=True),
-        torch.randn(3).as_subclass(_Subclass),
-    ],
+    [torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), check_invariants=True), torch.randn(3).as_subclass(_Subclass)],
     ids=["sparse", "a subclass"],
 )
 def test_sparse_tensors_and_subclasses_do_not_wait(backwards: Backwards, gradient: torch.Tensor) -> None:
@@ -215,12 +215,11 @@ def test_gradients_do_not_wait_outside_of_a_backward(backwards: Backwards) -> No
 
 
 def test_gradients_do_not_wait_after_a_call_of_stop(backwards: Backwards) -> None:
-    early, late = ones(3), ones(3)
-    backwards.hook(early=early, late=late)
+    early, late = backwards.hooked("early", "late")
     hidden = late * 2
     hidden.register_hook(lambda gradient: backwards.waiting.stop())
     (hidden.exp() * early).sum().backward()
-    assert {each.name: each.waits for each in backwards.arrived} == {"early": True, "late": False}
+    assert backwards.waits() == {"early": True, "late": False}
     assert backwards.sizes() == [1]
     loss(early).backward()
     assert backwards.sizes() == [1, 1]
@@ -232,8 +231,7 @@ def test_gradients_do_not_wait_while_a_distributed_library_is_loaded(
 ) -> None:
     """These libraries average each gradient in place on arrival, through ``.data``."""
     monkeypatch.setitem(sys.modules, library, types.ModuleType(library))
-    parameter = ones(3)
-    backwards.hook(parameter=parameter)
+    (parameter,) = backwards.hooked("parameter")
     loss(parameter).backward()
     monkeypatch.delitem(sys.modules, library)
     loss(parameter).backward()
@@ -242,8 +240,7 @@ def test_gradients_do_not_wait_while_a_distributed_library_is_loaded(
 
 def test_gradients_do_not_wait_in_a_process_group(backwards: Backwards, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    parameter = ones(3)
-    backwards.hook(parameter=parameter)
+    (parameter,) = backwards.hooked("parameter")
     loss(parameter).backward()
     assert [each.waits for each in backwards.arrived] == [False]
 
@@ -256,7 +253,7 @@ def test_large_gradients_do_not_wait_and_a_full_batch_is_read_early(
     parameters = {f"p{i}": ones(length) for i, length in enumerate((10, 10, 10, 30))}
     backwards.hook(**parameters)
     loss(*parameters.values()).backward()
-    assert {each.name: each.waits for each in backwards.arrived} == {"p0": True, "p1": True, "p2": True, "p3": False}
+    assert backwards.waits() == {"p0": True, "p1": True, "p2": True, "p3": False}
     assert sum(backwards.sizes()) == 3
     assert max(backwards.sizes()) == 2
     backwards.check()
@@ -266,8 +263,7 @@ def test_large_gradients_do_not_wait_and_a_full_batch_is_read_early(
 
 
 def test_a_gradient_changed_while_it_waits_is_left_out_with_a_note(backwards: Backwards) -> None:
-    first, second = ones(3), ones(3)
-    backwards.hook(first=first, second=second)
+    first, second = backwards.hooked("first", "second")
     product = second * 2
     # The backward reaches this product after `first`, because the forward computes the product earlier.
     product.register_hook(lambda gradient: first.grad.mul_(2).storage_offset() or None)  # type: ignore[union-attr]
@@ -339,8 +335,7 @@ def test_gradients_of_an_interrupted_backward_are_read_in_their_own_thread_only(
 
 @pytest.mark.parametrize("error", [RuntimeError("out of order"), KeyboardInterrupt()], ids=["a fault", "Ctrl-C"])
 def test_gradients_are_released_if_reading_them_fails(backwards: Backwards, error: BaseException) -> None:
-    parameter = ones(3)
-    backwards.hook(parameter=parameter)
+    (parameter,) = backwards.hooked("parameter")
     backwards.fails = error
     with pytest.raises(type(error)):
         loss(parameter).backward()
@@ -367,8 +362,7 @@ def test_waiting_gradients_are_read_before_a_reentrant_backward(backwards: Backw
 
 def test_a_nested_backward_splits_the_outer_ones_gradients_into_two_batches(backwards: Backwards) -> None:
     """The outer backward's gradients are read before the inner backward; its later gradients form a second batch."""
-    outer, inner, last = ones(3), ones(3), ones(3)
-    backwards.hook(outer=outer, inner=inner, last=last)
+    outer, inner, last = backwards.hooked("outer", "inner", "last")
     inner_loss, hidden = loss(inner), last * 2
     hidden.register_hook(lambda gradient: inner_loss.backward())
     (hidden.exp() * outer).sum().backward()
@@ -378,8 +372,7 @@ def test_a_nested_backward_splits_the_outer_ones_gradients_into_two_batches(back
 
 
 def test_a_backward_of_another_thread_does_not_touch_waiting_gradients(backwards: Backwards) -> None:
-    outer, other, last = ones(3), ones(3), ones(3)
-    backwards.hook(outer=outer, other=other, last=last)
+    outer, other, last = backwards.hooked("outer", "other", "last")
     held: list[int] = []
 
     def another(gradient: torch.Tensor) -> None:
@@ -392,7 +385,7 @@ def test_a_backward_of_another_thread_does_not_touch_waiting_gradients(backwards
     hidden.register_hook(another)
     (hidden.exp() * outer).sum().backward()
     assert held == [1]
-    assert {each.name: each.waits for each in backwards.arrived}["other"] is False
+    assert backwards.waits()["other"] is False
     assert not len(backwards.waiting)
     backwards.check()
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from analysis_sessions import activation, session_of, spread, weight, window_of
 from torch import nn
+from trainings import cpu_scaler, inspected
 
-from mpinspect import Inspector
 from mpinspect.ranges.analyse import analyse
 from mpinspect.ranges.capture.graph import graph
 from mpinspect.ranges.faults.measure.singularities import Rows, overflowed, overflowed_pack, singular
 from mpinspect.ranges.session import Event, Measurement, OptimizerRecord, Precision, Progress, ScaleChange, ScalerRecord
-from mpinspect.ranges.windows.tensors import LostUpdates, TensorKey
+from mpinspect.ranges.windows.tensors import LostUpdates, TensorKey, TensorWindow
 
 FINE = spread({-3: 1000})
 STEPS = 20
@@ -25,6 +25,24 @@ def found(id, *measurements, layers=None, progress=None, **others):
     progress = progress or Progress(STEPS, STEPS, 0, STEPS, True)
     session = session_of(layers or {weight("w"): FINE}, progress=progress, measurements=measurements, **others)
     return next(finding for finding in analyse(session).findings if finding.id == id)
+
+
+def ids(session):
+    return {finding.id for finding in analyse(session).findings}
+
+
+def clipped(sum_of_squares, not_finite=0, **figures):
+    """Return the record of gradients that a clip set to zero in step 3."""
+    figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": sum_of_squares, **figures}
+    return Measurement("changed-before-step", "w", 3, {**figures, "not_finite": float(not_finite)}, ("w",))
+
+
+def examined(text, step=8, names=(), elements=1.0, **figures):
+    return Measurement("examined-argument", "", step, {"elements": elements, **figures}, names, text)
+
+
+def overflow(step, scale, module="fc", **others):
+    return Event(step, 0, "backward", module, "activation", module, "inf", float(scale), (), True, True, **others)
 
 
 def event(step, phase="backward", **others):
@@ -57,12 +75,10 @@ def broken_alike(step):
     ],
 )
 def test_the_sentence_on_a_norm_names_the_overflowing_quantity(squares, not_finite, words):
-    figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": squares, "not_finite": float(not_finite)}
-    finding = found("gradients-clipped-to-zero", Measurement("changed-before-step", "w", 3, figures, ("w",)))
+    finding = found("gradients-clipped-to-zero", clipped(squares, not_finite))
     assert finding.message.startswith("In step 3 the gradients that the optimizer was given were zeros or NaNs: ")
     assert words in finding.message
-    figures["nans"] = 0.0
-    finding = found("gradients-clipped-to-zero", Measurement("changed-before-step", "w", 3, figures, ("w",)))
+    finding = found("gradients-clipped-to-zero", clipped(squares, not_finite, nans=0.0))
     assert finding.message.startswith("In step 3 the gradients that the optimizer was given were zeros: ")
     assert ("model.float()" in finding.code) is bool(not_finite)
     assert ("GradScaler that begins below 1" in finding.fix) is bool(not_finite)
@@ -81,24 +97,17 @@ def test_the_sentence_on_a_norm_names_the_overflowing_quantity(squares, not_fini
     ids=["FP32", "BF16", "FP16 in part", "FP16", "FP16, broken in FP32 too", "FP16, broken later"],
 )
 def test_no_norm_is_to_blame_for_gradients_that_a_wider_format_would_not_make_finite(ledger, measurements, is_norm):
-    figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": 1e3, "not_finite": 1.0}
-    changed = Measurement("changed-before-step", "w", 3, figures, ("w",))
-    session = session_of(
-        {weight("w"): FINE},
-        progress=Progress(STEPS, STEPS, 0, STEPS, True),
-        measurements=(changed, *measurements),
-        precision=Precision(**ledger),
-        events=(event(3),),
-    )
-    ids = {finding.id for finding in analyse(session).findings if finding.severity != "info"}
-    assert ("gradients-clipped-to-zero" in ids) is is_norm
+    others = {"precision": Precision(**ledger), "progress": Progress(STEPS, STEPS, 0, STEPS, True)}
+    measurements = (clipped(1e3, not_finite=1), *measurements)
+    session = session_of({weight("w"): FINE}, measurements=measurements, events=(event(3),), **others)
+    graver = {finding.id for finding in analyse(session).findings if finding.severity != "info"}
+    assert ("gradients-clipped-to-zero" in graver) is is_norm
     # Each way the infinities and NaNs have a cause.
-    assert ids & {"non-finite-event", "breaks-in-fp32-too", "gradients-clipped-to-zero"}
+    assert graver & {"non-finite-event", "breaks-in-fp32-too", "gradients-clipped-to-zero"}
 
 
 def test_the_suggested_code_computes_the_norm_in_float32():
-    figures = {"zeroed": 4.0, "of": 4.0, "factor": 0.0, "sum_of_squares": 1e10, "not_finite": 0.0}
-    code = found("gradients-clipped-to-zero", Measurement("changed-before-step", "w", 3, figures, ("w",))).code
+    code = found("gradients-clipped-to-zero", clipped(1e10)).code
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).half()
     for parameter in model[0].parameters():
         parameter.grad = torch.full_like(parameter, 300.0)
@@ -109,11 +118,11 @@ def test_the_suggested_code_computes_the_norm_in_float32():
 
 def test_the_number_of_further_steps_follows_the_first_step():
     figures = {"factor": 0.001, "is_uniform": 1.0, "of": 2.0}
-    clipped = [Measurement("changed-while-scaled", "w", step, figures, ("w",)) for step in (2, 5, 8)]
+    while_scaled = [Measurement("changed-while-scaled", "w", step, figures, ("w",)) for step in (2, 5, 8)]
     progress = Progress(STEPS, STEPS, 0, STEPS, True, scales=(ScaleChange(0, 1024.0),))
     # A factor of exactly 1/1000 could be an average over micro-batches.
-    clipped[0] = Measurement("changed-while-scaled", "w", 2, {**figures, "factor": 0.0012}, ("w",))
-    assert found("unscale-missing", *clipped, progress=progress).message == (
+    while_scaled[0] = Measurement("changed-while-scaled", "w", 2, {**figures, "factor": 0.0012}, ("w",))
+    assert found("unscale-missing", *while_scaled, progress=progress).message == (
         "In step 2, and in 2 more of the few steps that are checked for this, the gradients were clipped while they were still "
         "multiplied by the loss scale of 1024 (2^10): clipping multiplied them by 0.0012. The limit was meant for the true "
         "gradients, smaller by that scale."
@@ -135,15 +144,14 @@ def test_only_a_forward_that_broke_by_itself_is_attributed_to_the_last_update(br
     assert words in found("epsilon-zero", precision=precision, events=(broke,)).message
 
 
-def test_all_tensors_with_the_largest_share_of_lost_updates_are_named():
-    def updates(lost):
-        window = window_of(FINE, 10)
-        return type(window)(FINE, 10, lost_updates={"bfloat16": LostUpdates(lost, 100, True)})
+def updates(lost):
+    return TensorWindow(FINE, 10, lost_updates={"bfloat16": LostUpdates(lost, 100, True)})
 
-    keys = [TensorKey(name, "update") for name in ("a", "b", "c", "d")]
-    layers = {weight("w"): FINE} | dict(zip(keys, map(updates, (100, 100, 50, 100)), strict=True))
-    message = found("updates-lost", layers=layers).message
-    assert message.endswith("; 100% in 'a', 'b', 'd'.")
+
+def test_all_tensors_with_the_largest_share_of_lost_updates_are_named():
+    lost = {"a": 100, "b": 100, "c": 50, "d": 100}
+    layers = {weight("w"): FINE} | {TensorKey(name, "update"): updates(share) for name, share in lost.items()}
+    assert found("updates-lost", layers=layers).message.endswith("; 100% in 'a', 'b', 'd'.")
 
 
 @pytest.mark.parametrize(
@@ -156,9 +164,7 @@ def test_all_tensors_with_the_largest_share_of_lost_updates_are_named():
     ],
 )
 def test_a_loss_of_nearly_all_updates_is_an_error(lost, weights, sampled, is_error):
-    window = window_of(FINE, 10)
-    update = type(window)(FINE, 10, lost_updates={"bfloat16": LostUpdates(lost, 100, True)})
-    layers = {weight("w"): FINE, TensorKey("w", "update"): update}
+    layers = {weight("w"): FINE, TensorKey("w", "update"): updates(lost)}
     others = {"layers": layers, "precision": Precision(weights), "progress": Progress(STEPS, sampled, 0, STEPS, True)}
     finding = found("updates-lost", **others)
     assert finding.severity == ("error" if is_error else "warning")
@@ -172,13 +178,9 @@ def test_a_loss_of_nearly_all_updates_is_an_error(lost, weights, sampled, is_err
 
 
 def test_all_buffers_of_the_first_broken_module_are_named():
-    broken = [
-        Measurement("statistics", f"1.{name}", 5, text="not finite, float32")
-        for name in ("running_mean", "running_var")
-    ]
-    both = found(
-        "statistics-broken", *broken, Measurement("statistics", "2.running_var", 5, text="not finite, float32")
-    )
+    buffers = ("1.running_mean", "1.running_var", "2.running_var")
+    broken = [Measurement("statistics", name, 5, text="not finite, float32") for name in buffers]
+    both = found("statistics-broken", *broken)
     assert both.message.startswith("running_mean and running_var of '1' (FP32) have not been finite since step 5: ")
     assert both.message.endswith("gives NaN.")
     variance = found("statistics-broken", broken[1])
@@ -190,37 +192,22 @@ def test_all_buffers_of_the_first_broken_module_are_named():
 def test_a_scaler_with_a_backoff_factor_near_one_is_called_static(backoff, is_static):
     scaler = ScalerRecord("GradScaler", True, 2.0**26, 2000.0, 1.0000001, backoff)
     precision = Precision({"float32": 10}, autocast=("float16",), scalers=(scaler,))
-    overflows = [event(step, loss_scale=2.0**26, skipped=True) for step in range(STEPS)]
-    overflows = [
-        Event(each.step, 0, "backward", "fc", "activation", "fc", "inf", 2.0**26, (), True, True) for each in overflows
-    ]
-    finding = found("scale-too-high", precision=precision, events=tuple(overflows))
+    overflows = tuple(overflow(step, 2.0**26) for step in range(STEPS))
+    finding = found("scale-too-high", precision=precision, events=overflows)
     assert ("A backoff_factor of 0.9999999 hardly lowers it" in finding.fix) is is_static
 
 
 def test_the_factors_of_a_scaler_are_recorded():
-    model = nn.Linear(4, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", growth_factor=3.0, backoff_factor=0.25)
-    with Inspector(model) as inspector:
-        scaler.scale(model(torch.ones(3, 4)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+    model, scaler = nn.Linear(4, 2), cpu_scaler(65536.0, growth_factor=3.0, backoff_factor=0.25)
+    inspector = inspected(model, lambda step: model(torch.ones(3, 4)).sum(), 1, scaler=scaler, optimizers=None)
     (record,) = inspector.session().precision.scalers
     assert (record.growth_factor, record.backoff_factor) == (3.0, 0.25)
 
 
 def test_torchs_default_initial_scale_is_suggested_if_none_is_needed():
-    opening = [
-        Event(step, 0, "backward", "fc", "activation", "fc", "inf", 2.0 ** (24 - step), (), True, True)
-        for step in range(6)
-    ]
-    session = session_of(
-        {activation("fc"): window_of(spread({-10: 1000}), 10)},
-        progress=Progress(STEPS, STEPS, 6, STEPS, True),
-        events=opening,
-    )
-    report = analyse(session)
+    opening = [overflow(step, 2.0 ** (24 - step)) for step in range(6)]
+    layers, progress = {activation("fc"): window_of(spread({-10: 1000}), 10)}, Progress(STEPS, STEPS, 6, STEPS, True)
+    report = analyse(session_of(layers, progress=progress, events=opening))
     assert report.loss_scale.needed is False
     finding = next(each for each in report.findings if each.id == "initial-scale-too-high")
     assert finding.fix.startswith("Begin at 65536 (2^16) or lower")
@@ -246,13 +233,10 @@ def test_torchs_default_initial_scale_is_suggested_if_none_is_needed():
 def test_the_subject_of_the_sentence_is_the_operations_place(broken, words):
     fields = {"module": "fc", "what": "activation", "after": not broken, **broken}
     happened = Event(8, 0, "backward", tensor="fc", value="nan", forward_finite=True, gradients_finite=False, **fields)
-    measured = Measurement(
-        "examined-argument", "", 8, {"elements": 1.0, "loss_finite": 1.0}, ("5",), "a division by zero"
-    )
+    measured = examined("a division by zero", names=("5",), loss_finite=1.0)
     message = found("argument-out-of-range", measured, events=(happened,)).message
-    assert message.startswith(
-        f"In step 8 {words} (1 element, row 5 of the batch). The loss is finite, but its gradient is not."
-    )
+    place = "(1 element, row 5 of the batch). The loss is finite, but its gradient is not."
+    assert message.startswith(f"In step 8 {words} {place}")
 
 
 @pytest.mark.parametrize(
@@ -328,8 +312,7 @@ def test_an_operation_whose_name_begins_like_anothers_has_a_domain_of_its_own(op
 def test_log_softmax_is_suggested_for_a_logarithm_of_a_softmax():
     fixes = {}
     for text in ("a logarithm of zero", "a logarithm of zero, the result of a softmax"):
-        measured = Measurement("examined-argument", "", 8, {"elements": 1.0}, (), text)
-        fixes[text] = found("argument-out-of-range", measured, events=(event(8),))
+        fixes[text] = found("argument-out-of-range", examined(text), events=(event(8),))
     plain, of_softmax = fixes.values()
     assert of_softmax.code == "# in place of log(x)\ny = torch.log_softmax(logits, -1)\nz = g(y)"
     assert "A clamp would be finite too, but gives the clamped elements no gradient." in of_softmax.fix
@@ -339,8 +322,7 @@ def test_log_softmax_is_suggested_for_a_logarithm_of_a_softmax():
 @pytest.mark.parametrize("text", ["acos of a magnitude of 1 or more", "exp of a number too large for its result"])
 @pytest.mark.parametrize("bits", [16.0, 32.0])
 def test_float32_is_suggested_for_an_operation_in_16_bits(text, bits):
-    measured = Measurement("examined-argument", "", 8, {"elements": 1.0, "bits": bits}, (), text)
-    finding = found("argument-out-of-range", measured, events=(event(8),))
+    finding = found("argument-out-of-range", examined(text, bits=bits), events=(event(8),))
     assert (".float()" in finding.code) is ("    y = " in finding.code) is (bits == 16)
     names = {"torch": torch, "device_type": "cpu", "x": torch.full((2,), 100.0).to(torch.float16)}
     exec(finding.code, names)
@@ -360,24 +342,21 @@ def test_a_negative_difference_of_rounded_terms_is_told_from_other_negative_numb
     squares = a.square().sum(-1)
     root = (squares[:, None] + squares[None] - 2 * products - 1).sqrt()
     other = (-a.to(dtype).square().float()).sqrt()
-    found = singular(root.grad_fn)
-    assert found.what == "of a negative number" + ", a difference of terms rounded to 16 bits" * (
-        dtype == torch.bfloat16
-    )
+    rounded = ", a difference of terms rounded to 16 bits" * (dtype == torch.bfloat16)
+    assert singular(root.grad_fn).what == f"of a negative number{rounded}"
     assert singular(other.grad_fn).what == "of a negative number"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_zero_is_said_to_be_a_rounded_difference_where_it_is_one(dtype):
     narrow = torch.tensor([0.9999, 0.5], requires_grad=True).to(torch.bfloat16).to(dtype)
-    found = singular((2 - 2 * narrow)[:1].sqrt().grad_fn)
+    root = singular((2 - 2 * narrow)[:1].sqrt().grad_fn)
     rounded = ", a difference of terms rounded to 16 bits" * (dtype == torch.bfloat16)
-    assert found.what == f"of zero{rounded}, where the root's derivative is infinite"
+    assert root.what == f"of zero{rounded}, where the root's derivative is infinite"
     # The square of a difference may be zero in FP32 too.
     square = singular((narrow - narrow).square().sum().sqrt().grad_fn)
     assert square.what == "of zero, where the root's derivative is infinite"
-    measured = Measurement("examined-argument", "", 8, {"elements": 1.0}, (), f"{found.operator} {found.what}")
-    fix = globals()["found"]("argument-out-of-range", measured, events=(event(8),)).fix
+    fix = found("argument-out-of-range", examined(f"{root.operator} {root.what}"), events=(event(8),)).fix
     assert fix.startswith("Compute the terms of this difference in FP32") is (dtype == torch.bfloat16)
 
 
@@ -441,51 +420,43 @@ def test_a_mean_or_deviation_of_too_few_elements_is_named(reduce, what):
     made = reduce(torch.randn(4, 3, requires_grad=True))
     node = made.grad_fn
     nodes = [node, *(following for following, _ in node.next_functions if following is not None)]
-    found = next(filter(None, map(singular, nodes)), None)
-    assert (found and found.what) == what
+    place = next(filter(None, map(singular, nodes)), None)
+    assert (place and place.what) == what
     if what is not None:
-        measured = Measurement("examined-argument", "", 8, {"elements": 0.0}, (), f"{found.operator} {found.what}")
-        said = globals()["found"]("argument-out-of-range", measured, events=(event(8),))
-        assert f"computes {found.operator} {what}." in said.message
-        assert ("drop_last" in said.code) is (found.operator != "a mean")
+        measured = examined(f"{place.operator} {place.what}", elements=0.0)
+        said = found("argument-out-of-range", measured, events=(event(8),))
+        assert f"computes {place.operator} {what}." in said.message
+        assert ("drop_last" in said.code) is (place.operator != "a mean")
 
 
 @pytest.mark.parametrize(("skipped_at", "is_explosion"), [(18, False), (None, True)])
 def test_weights_grow_before_a_forward_that_a_scaler_skipped(skipped_at, is_explosion):
     """A head that begins near zero grows in any training; the loss scale fell for the forward until the weights broke."""
     grown = Measurement("weight-growth", "w", 16, {"ratio": 19.0, "began": 1.0, "lr": 0.05})
-    beyond = Measurement(
-        "examined-argument", "", 18, {"elements": 1.0}, (), "a product beyond FP16's largest number, 65504"
-    )
+    beyond = examined("a product beyond FP16's largest number, 65504", step=18)
     events = [event(40)]
     if skipped_at is not None:
         events.insert(0, replace(event(skipped_at, "forward"), skipped=True))
-    report = analyse(session_of({weight("w"): spread({0: 10})}, events=tuple(events), measurements=(grown, beyond)))
-    assert ("weights-exploded" in {finding.id for finding in report.findings}) is is_explosion
+    session = session_of({weight("w"): spread({0: 10})}, events=tuple(events), measurements=(grown, beyond))
+    assert ("weights-exploded" in ids(session)) is is_explosion
 
 
 @pytest.mark.parametrize(("ratio", "is_explosion"), [(19.0, False), (2.0**18, True)])
 def test_slow_weight_growth_before_an_argument_out_of_range_is_not_an_explosion(ratio, is_explosion):
     grown = Measurement("weight-growth", "w", 16, {"ratio": ratio, "began": 1.0, "lr": 0.05})
-    acos = Measurement("examined-argument", "", 18, {"elements": 7.0}, (), "acos of a magnitude of 1 or more")
-    report = analyse(session_of({weight("w"): spread({0: 10})}, events=(event(18),), measurements=(grown, acos)))
-    assert ("weights-exploded" in {finding.id for finding in report.findings}) is is_explosion
+    acos = examined("acos of a magnitude of 1 or more", step=18, elements=7.0)
+    session = session_of({weight("w"): spread({0: 10})}, events=(event(18),), measurements=(grown, acos))
+    assert ("weights-exploded" in ids(session)) is is_explosion
 
 
 @pytest.mark.parametrize("log2_scale", [0, 10, 12, 14])
 def test_a_larger_loss_scale_is_suggested_for_zeros_at_a_small_one(log2_scale):
-    layers = {
-        weight("deep.weight"): window_of(
-            spread({}, zeros=1000), passed_through="float16", floor_exponent=-24 - log2_scale
-        ),
-        weight("head.weight"): window_of(spread({-8: 1000}), passed_through="float16", floor_exponent=-24 - log2_scale),
-    }
+    counts = {weight("deep.weight"): spread({}, zeros=1000), weight("head.weight"): spread({-8: 1000})}
+    rounded = {"passed_through": "float16", "floor_exponent": -24 - log2_scale}
+    layers = {key: window_of(histogram, **rounded) for key, histogram in counts.items()}
     progress = Progress(8, 8, 0, 8, True, scales=(ScaleChange(0, 2.0**log2_scale),))
-    report = analyse(
-        session_of(
-            *[layers] * 8, progress=progress, precision=Precision(weights={"float32": 10}, autocast=("float16",))
-        )
-    )
+    precision = Precision(weights={"float32": 10}, autocast=("float16",))
+    report = analyse(session_of(*[layers] * 8, progress=progress, precision=precision))
     findings = {each.id: each for each in report.findings}
     finding, raised = findings["gradients-all-zero"], report.loss_scale.recommended
     if log2_scale == 0:
@@ -546,9 +517,7 @@ def test_skipping_steps_is_not_suggested_if_half_of_them_break(broken, has_code)
 
 @pytest.mark.parametrize(("dtypes", "is_spared"), [(("float32",), True), (("float16",), False)])
 def test_overflowing_sums_need_no_fix_if_the_tensor_is_float32(dtypes, is_spared):
-    large = spread({10: 100_000})
-    window = window_of(large, 10)
-    layers = {weight("w"): type(window)(large, 10, dtypes=dtypes, passed_through="float16")}
+    layers = {weight("w"): TensorWindow(spread({10: 100_000}), 10, dtypes=dtypes, passed_through="float16")}
     finding = found("reductions-overflow", layers=layers)
     assert finding.message.endswith("The run holds it in FP32.") is is_spared
     assert (finding.fix == "") is is_spared
@@ -556,17 +525,12 @@ def test_overflowing_sums_need_no_fix_if_the_tensor_is_float32(dtypes, is_spared
 
 @pytest.mark.parametrize(("scales", "words"), [((64, 32, 16, 8), "fell each time"), ((64, 64, 32, 32), "never grew")])
 def test_recurring_overflows_are_reported_with_their_steps(scales, words):
-    events = [
-        Event(step, 0, "backward", "2", "activation", "2", "inf", float(scale), (), True, True, after=True)
-        for step, scale in zip((5, 8, 11, 14), scales, strict=True)
-    ]
-    precision = Precision(
-        {"float32": 10}, autocast=("float16",), scalers=(ScalerRecord("GradScaler", True, 64.0, 2000.0),)
-    )
+    events = [overflow(step, scale, "2", after=True) for step, scale in zip((5, 8, 11, 14), scales, strict=True)]
+    scaler = ScalerRecord("GradScaler", True, 64.0, 2000.0)
+    precision = Precision({"float32": 10}, autocast=("float16",), scalers=(scaler,))
     finding = found("overflow-recurs", precision=precision, events=tuple(events))
-    assert finding.message.startswith(
-        f"Every 3 steps (5, 8, 11, ...) the gradients overflow in the code after '2', although the scale {words}"
-    )
+    began = "Every 3 steps (5, 8, 11, ...) the gradients overflow in the code after '2', although the scale"
+    assert finding.message.startswith(f"{began} {words}")
     assert finding.fix.startswith("In steps 5, 8, 11, ... look for an outlier")
     assert "if step in (5, 8, 11):" in finding.code
 
@@ -592,15 +556,12 @@ def test_a_saved_tensor_that_hooks_pack_beyond_the_end_of_their_format_is_found(
 
 def test_a_backward_of_packed_tensors_is_named_with_a_wider_format():
     model = nn.Sequential(nn.Linear(4, 8), nn.Softplus(), nn.Linear(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with Inspector(model) as inspector:
-        for step in range(4):
-            x = torch.full((3, 4), 7e4 if step == 2 else 1.0)
-            optimizer.zero_grad()
-            with packed_in(torch.float16):
-                loss = (model(x) * 1e-6).sum()
-            loss.backward()
-            optimizer.step()
+
+    def loss(step):
+        with packed_in(torch.float16):
+            return (model(torch.full((3, 4), 7e4 if step == 2 else 1.0)) * 1e-6).sum()
+
+    inspector = inspected(model, loss, 4, lr=1e-3, optimizers=None)
     finding = next(each for each in inspector.report().findings if each.id == "argument-out-of-range")
     assert (finding.severity, finding.step) == ("error", 2)
     assert "from a saved tensor that hooks packed in float16, where it is not finite (12 elements" in finding.message

@@ -6,23 +6,25 @@ from functools import partial
 
 import pytest
 import torch
+import trainings
 from agreeing_reports import analyse
 from analysis_sessions import session_of, spread, weight
+from models import Of
 from torch import nn
+from trainings import cpu_scaler, sgd, take_step
 
 from mpinspect import Inspector
 from mpinspect.ranges.records import GradientsError
-from mpinspect.ranges.session import Session
 
 
-def inspected(model, optimizer, step_of, steps=4, second=(1,)):
-    """Train under the inspector; ``step_of(step)`` returns the loss. Return the findings by id, and the session."""
-    with Inspector(model, optimizers=optimizer, second=second) as inspector:
-        for step in range(steps):
-            optimizer.zero_grad()
-            step_of(step).backward()
-            optimizer.step()
-    session: Session = inspector.session()
+def linear(*widths):
+    torch.manual_seed(0)
+    return nn.Linear(*widths)
+
+
+def inspected(model, loss_of, steps=4, lr=1e-3, optimizer=None, second=(1,)):
+    """Train under the inspector; return the findings by id, and the session."""
+    session = trainings.inspected(model, loss_of, steps, lr=lr, optimizer=optimizer, second=second).session()
     return {finding.id: finding for finding in analyse(session).findings}, session
 
 
@@ -44,22 +46,18 @@ class Rebuilt(torch.autograd.Function):
         return gradient * (rebuilt / x), None
 
 
-class Rebuilding(nn.Module):
-    def __init__(self, times):
-        super().__init__()
-        self.entry, self.head, self.times = nn.Linear(16, 32), nn.Linear(32, 4), times
-
+def rebuilding(times):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
-            return self.head(Rebuilt.apply(self.entry(x), self.times)).float()
+            return self.head(Rebuilt.apply(self.entry(x), times)).float()
+
+    return Of(forward, entry=nn.Linear(16, 32), head=nn.Linear(32, 4))
 
 
 @pytest.mark.parametrize(("times", "severity"), [(1, None), (12, "error")])
 def test_gradients_that_are_mostly_rounding_error_name_the_line_at_which_the_errors_grow(times, severity):
-    torch.manual_seed(0)
-    model = Rebuilding(times)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    found, _ = inspected(model, optimizer, lambda step: model(torch.randn(64, 16)).square().mean())
+    model = rebuilding(times)
+    found, _ = inspected(model, lambda step: model(torch.randn(64, 16)).square().mean(), lr=1e-4)
     assert {each: found[each].severity for each in found if each == "gradients-inaccurate"} == (
         {"gradients-inaccurate": severity} if severity else {}
     )
@@ -94,10 +92,9 @@ class Rooted(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_that_the_optimizers_own_arithmetic_breaks_name_its_step_and_its_states(dtype):
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
+    model = linear(8, 8)
     optimizer = Rooted(model.parameters(), dtype)
-    found, _ = inspected(model, optimizer, lambda step: model(torch.randn(16, 8)).square().mean(), steps=6)
+    found, _ = inspected(model, lambda step: model(torch.randn(16, 8)).square().mean(), steps=6, optimizer=optimizer)
     finding = found["weights-broken-by-step"]
     assert (finding.severity, finding.certainty, finding.step) == ("error", "inferred", 2)
     assert finding.evidence["states"] == ["root"]
@@ -108,14 +105,13 @@ def test_weights_that_the_optimizers_own_arithmetic_breaks_name_its_step_and_its
 
 
 def test_weights_that_infinite_gradients_break_are_not_the_optimizers_fault():
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
+    model = linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def loss(step):
         return (model(torch.randn(16, 8)).square().mean() * (torch.inf if step == 2 else 1.0)).clamp_max(1e30)
 
-    found, _ = inspected(model, optimizer, loss, steps=6)
+    found, _ = inspected(model, loss, steps=6, optimizer=optimizer)
     assert "weights-broken-by-step" not in found
 
 
@@ -125,13 +121,12 @@ def test_weights_that_infinite_gradients_break_are_not_the_optimizers_fault():
 def test_gradients_that_the_loop_breaks_after_the_check_are_told_from_an_optimizers_own_arithmetic(
     kind, has_scaler, step_of_nan
 ):
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
+    model = linear(8, 8)
     if kind == "Adam":
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9 * (kind == "SGD"))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=has_scaler)
+    scaler = cpu_scaler(4.0, enabled=has_scaler)
     with Inspector(model, optimizers=optimizer, scalers=scaler) as inspector:
         for step in range(8):
             optimizer.zero_grad()
@@ -167,28 +162,23 @@ def test_gradients_that_the_loop_breaks_after_the_check_are_told_from_an_optimiz
 )
 @pytest.mark.parametrize("widened", [False, True], ids=["in its dtype", "cast to FP32"])
 def test_data_that_16_bits_blur_before_their_centre_is_subtracted_are_reported(values, kept_in, is_found, widened):
-    torch.manual_seed(0)
     exact = values()
     data, mean, std = exact.to(kept_in), float(exact.mean()), float(exact.std()) + 1e-6
     model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def loss(step):
         rows = data[torch.randint(4000, (64, 8))]
         x = ((rows.float() if widened else rows) - mean) / std
         return model(x.float()).square().mean()
 
-    found, _ = inspected(model, optimizer, loss)
+    found, _ = inspected(model, loss)
     # A number subtracted from FP16 may be rounded to FP16 itself, which is measured.
-    blurred = [
-        each for each in found.values() if each.id == "result-is-rounding-error" and each.certainty == "inferred"
-    ]
-    assert [each.severity for each in blurred] == ["warning"] * is_found
+    rounded = [each for each in found.values() if each.id == "result-is-rounding-error"]
+    assert [each.severity for each in rounded if each.certainty == "inferred"] == ["warning"] * is_found
 
 
 def test_gradients_that_a_clip_divides_by_millions_are_not_lost():
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
+    model = linear(8, 8)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for limit, is_lost in ((1.0, False), (1e-6, True)):
         with Inspector(model, optimizers=optimizer) as inspector:
@@ -202,22 +192,18 @@ def test_gradients_that_a_clip_divides_by_millions_are_not_lost():
 
 
 def test_a_model_that_is_cast_after_its_training_is_recorded_as_it_was_trained():
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = linear(8, 8)
+    optimizer = sgd(model, 1e-3)
     with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(4):
-            optimizer.zero_grad()
-            model(torch.randn(16, 8)).square().mean().backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.randn(16, 8)).square().mean())
         model.half().requires_grad_(False)
     assert dict(inspector.session().precision.weights) == {"float32": 72}
 
 
 def test_a_step_with_a_further_backward_is_computed_twice_if_it_recurs():
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = linear(8, 8)
+    optimizer = sgd(model, 1e-3)
     with Inspector(model, optimizers=optimizer, second=True) as inspector:
         for step in range(20):
             for _ in range(1 + (step % 5 == 0)):
@@ -231,8 +217,7 @@ def test_a_step_with_a_further_backward_is_computed_twice_if_it_recurs():
 
 
 def test_an_error_that_a_cast_begins_names_the_cast_and_the_line_at_which_it_grows():
-    torch.manual_seed(0)
-    model = nn.Linear(8, 1)
+    model = linear(8, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def loss(step):
@@ -243,7 +228,7 @@ def test_an_error_that_a_cast_begins_names_the_cast_and_the_line_at_which_it_gro
             total = rates.float() * total
         return (value - 10 * total).square().mean()
 
-    found, _ = inspected(model, optimizer, loss)
+    found, _ = inspected(model, loss, optimizer=optimizer)
     finding = found["gradients-inaccurate"]
     first = loss.__code__.co_firstlineno
     assert f"test_wrong_gradients.py:{first + 3}, where a cast rounds to BF16" in finding.message
@@ -275,45 +260,37 @@ def test_errors_of_small_gradients_and_zeros_of_the_backward_are_not_reported(re
 
 
 def test_errors_that_grow_in_all_layers_alike_are_information():
-    torch.manual_seed(0)
     layers = [each for _ in range(24) for each in (nn.Linear(32, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(32, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def loss(step):
         with torch.autocast("cpu", torch.bfloat16):
             return model(torch.randn(8, 32)).float().square().mean()
 
-    found, session = inspected(model, optimizer, loss)
+    found, session = inspected(model, loss, lr=1e-4)
     assert found["gradients-inaccurate"].severity == "info"
     assert "grow in many layers alike" in found["gradients-inaccurate"].message
     assert "rounding put the gradients off" not in " ".join(analyse(session).verdict.sentences)
 
 
 def test_a_healthy_verdict_says_by_how_much_rounding_put_the_gradients_off():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def loss(step):
         with torch.autocast("cpu", torch.bfloat16):
             return model(torch.randn(64, 8)).float().square().mean()
 
-    _, session = inspected(model, optimizer, loss, second=(1, 2))
+    _, session = inspected(model, loss, second=(1, 2))
     errors = [each.figures["error"] for each in session.measurements if each.what == "second-gradients"]
     assert 0 < max(errors) < 0.05
-    (off,) = re.findall(
-        r"In 2 steps computed twice, rounding put the gradients off by at most ([\d.]+)%",
-        " ".join(analyse(session).verdict.sentences),
-    )
+    said = " ".join(analyse(session).verdict.sentences)
+    (off,) = re.findall(r"In 2 steps computed twice, rounding put the gradients off by at most ([\d.]+)%", said)
     assert float(off) == pytest.approx(100 * max(errors), rel=0.05)
 
 
 @pytest.mark.parametrize(("scale", "is_found"), [(1.0, True), (2.0**20, False)])
 def test_signs_of_flushed_gradients_are_reported(scale, is_found):
-    torch.manual_seed(0)
-    model = nn.Linear(32, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = linear(32, 1)
 
     def loss(step):
         x = torch.randn(64, 32, requires_grad=True)
@@ -323,18 +300,16 @@ def test_signs_of_flushed_gradients_are_reported(scale, is_found):
         with torch.autocast("cpu", torch.float16):
             return model(x.detach() + gradient.sign()).float().square().mean()
 
-    found, _ = inspected(model, optimizer, loss)
-    signs = [
-        each for each in found.values() if each.id == "result-is-rounding-error" and each.evidence["operator"] == "sign"
-    ]
+    found, _ = inspected(model, loss)
+    rounded = [each for each in found.values() if each.id == "result-is-rounding-error"]
+    signs = [each for each in rounded if each.evidence["operator"] == "sign"]
     assert len(signs) == is_found
     assert all("a sign is 0 for numbers that were flushed to zero" in each.message for each in signs)
 
 
 def test_gradients_asked_of_an_input_are_not_backwards_whose_gradients_are_lost():
-    torch.manual_seed(0)
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = linear(8, 1)
+    optimizer = sgd(model, 1e-3)
     with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(20):
             x = torch.randn(16, 8, requires_grad=True)
@@ -348,9 +323,8 @@ def test_gradients_asked_of_an_input_are_not_backwards_whose_gradients_are_lost(
 @pytest.mark.parametrize("has_plateau", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_schedule_that_stops_the_training_and_a_number_read_in_16_bits_are_reported_together(dtype, has_plateau):
-    torch.manual_seed(0)
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = linear(8, 1)
+    optimizer = sgd(model, 1e-3)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer) if has_plateau else None
 
     def loss(step):
@@ -359,7 +333,7 @@ def test_a_schedule_that_stops_the_training_and_a_number_read_in_16_bits_are_rep
         optimizer.param_groups[0]["lr"] = 1e-3 if step < 4 else 1e-12
         return of_batch
 
-    found, _ = inspected(model, optimizer, loss, steps=40)
+    found, _ = inspected(model, loss, steps=40, optimizer=optimizer)
     finding, is_plateau = found["weights-stand-still"], dtype is torch.bfloat16 and schedule is not None
     assert ("The loop reads a number in BF16" in finding.message) == is_plateau
     assert ("Another precision does not change that" in finding.message) == (not is_plateau)
@@ -375,9 +349,8 @@ class Adam8(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self):
         for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter].setdefault(
-                "averages", [torch.zeros_like(parameter), torch.zeros_like(parameter)]
-            )
+            zeros = [torch.zeros_like(parameter), torch.zeros_like(parameter)]
+            state = self.state[parameter].setdefault("averages", zeros)
             state[0].lerp_(parameter.grad, 0.1)
             state[1].lerp_(parameter.grad.square(), 0.001)
             largest = state[1].max()
@@ -387,14 +360,11 @@ class Adam8(torch.optim.Optimizer):
 
 @pytest.mark.parametrize(("make", "is_found"), [(Adam8, True), (partial(torch.optim.AdamW, lr=1e-2), False)])
 def test_weights_that_an_8_bit_adam_moves_far_are_reported_though_the_loss_is_finite(make, is_found):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
     optimizer = make(model.parameters())
     with Inspector(model, optimizers=optimizer) as inspector:
         for step in range(6):
-            optimizer.zero_grad()
-            (model(torch.randn(16, 64) * torch.logspace(-4, 0, 64)).tanh().square().mean()).backward()
-            optimizer.step()
+            take_step(optimizer, model(torch.randn(16, 64) * torch.logspace(-4, 0, 64)).tanh().square().mean())
             if step == 2 and not is_found:
                 # As a codebook that the script fills with data.
                 model[0].weight.data.mul_(100)
@@ -406,16 +376,14 @@ def test_weights_that_an_8_bit_adam_moves_far_are_reported_though_the_loss_is_fi
 
 @pytest.mark.parametrize(("factor", "is_scale"), [(512.0, True), (2.0, False)])
 def test_a_constant_factor_of_all_losses_is_taken_for_a_loss_scale_if_it_is_large(factor, is_scale):
-    torch.manual_seed(0)
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2 / factor)
+    model = linear(8, 1)
 
     def loss(step):
         with torch.autocast("cpu", torch.float16):
             output = model(torch.randn(16, 8))
         return output.float().square().mean() * factor
 
-    found, _ = inspected(model, optimizer, loss, steps=10)
+    found, _ = inspected(model, loss, steps=10, lr=1e-2 / factor)
     assert ("scaler-missing-in-float16" in found) is not is_scale
 
 
@@ -431,9 +399,7 @@ def test_a_constant_factor_of_all_losses_is_taken_for_a_loss_scale_if_it_is_larg
 )
 @pytest.mark.parametrize("offset", [0.5, 0.0], ids=["fractions", "whole numbers"])
 def test_fractions_that_are_written_into_a_tensor_of_integers_are_reported(make, is_found, offset):
-    torch.manual_seed(0)
-    model = nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = linear(8, 1)
 
     def loss(step):
         actions, values = torch.randint(4, (16,)), torch.arange(16.0) + offset
@@ -441,7 +407,7 @@ def test_fractions_that_are_written_into_a_tensor_of_integers_are_reported(make,
         returns[:] = values
         return (model(torch.randn(16, 8))[:, 0] - returns.float()).square().mean()
 
-    found, _ = inspected(model, optimizer, loss)
+    found, _ = inspected(model, loss)
     is_found = is_found and bool(offset)
     assert ("integers-rounded" in found) == is_found
     if is_found:
@@ -451,16 +417,14 @@ def test_fractions_that_are_written_into_a_tensor_of_integers_are_reported(make,
 
 @pytest.mark.parametrize(("sizes", "is_found"), [((1.0, 1e-5), True), ((1.0, 1e-9), False), ((1.0, 1.0), False)])
 def test_small_gradients_that_an_exchange_in_fp16_flushes_are_reported_unless_they_are_rounding(sizes, is_found):
-    torch.manual_seed(0)
     model = nn.ParameterList([torch.randn(64) for _ in sizes])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     with Inspector(model, optimizers=optimizer, second=(1,)) as inspector:
         for _ in range(4):
             optimizer.zero_grad()
             torch.zeros(4, dtype=torch.int64).copy_(torch.tensor([math.nan, math.inf, math.nan, 1.0]))
-            sum(
-                1e-3 * size * (each * torch.randn(64)).sum() for each, size in zip(model, sizes, strict=True)
-            ).backward()
+            losses = (1e-3 * size * (each * torch.randn(64)).sum() for each, size in zip(model, sizes, strict=True))
+            sum(losses).backward()
             with torch.no_grad():
                 for each in model:
                     each.grad = each.grad.half().float()
@@ -473,20 +437,18 @@ def test_small_gradients_that_an_exchange_in_fp16_flushes_are_reported_unless_th
 
 
 def test_gradients_that_cancel_over_a_batch_are_not_reported():
-    torch.manual_seed(0)
     x = torch.randn(256, 16)
     target = x @ torch.randn(16, 1) + 0.1 * torch.randn(256, 1)
     model = nn.Linear(16, 1)
     with torch.no_grad():
         model.weight.copy_(torch.linalg.lstsq(x, target).solution.T)
         model.bias.zero_()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
     def loss(step):
         with torch.autocast("cpu", torch.bfloat16):
             output = model(x)
         return (output.float() - target).square().mean()
 
-    found, session = inspected(model, optimizer, loss)
+    found, session = inspected(model, loss, lr=1e-6)
     assert max(each.figures["error"] for each in session.measurements if each.what == "second-gradients") > 0.5
     assert found.get("gradients-inaccurate") is None

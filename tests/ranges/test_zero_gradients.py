@@ -6,10 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from agreeing_reports import contradictions
+from models import Of
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
-from trainings import take_step
+from trainings import inspected
 
 from mpinspect import Inspector
 from mpinspect.ranges.analysis.report import RangeReport
@@ -21,12 +22,7 @@ ID = "gradients-all-zero"
 def train(
     model: nn.Module, loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor], steps: int = 12, lr: float = 0.01
 ) -> RangeReport:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    with Inspector(model) as inspector:
-        for _ in range(steps):
-            loss = loss_of(model, torch.randn(16, 8))
-            take_step(optimizer, loss)
-    report = inspector.report()
+    report = inspected(model, lambda _: loss_of(model, torch.randn(16, 8)), steps, lr=lr, optimizers=None).report()
     assert contradictions(report) == []
     return report
 
@@ -75,8 +71,7 @@ def test_the_module_of_a_saturated_function_is_named():
     model = mlp(nn.Sequential(nn.Sigmoid()))
     with torch.no_grad():
         model[2].bias.fill_(40.0)
-    report = train(model, loss_of)
-    (finding,) = named(report)
+    (finding,) = named(train(model, loss_of))
     assert finding.layer == "3.0"
     assert "results of a sigmoid in '3.0' (Sigmoid) in FP32 were exactly 0 or 1" in finding.message
 
@@ -134,35 +129,22 @@ def test_a_backward_that_casts_to_fp8_without_a_scale_is_where_the_gradients_bec
         assert finding.evidence["border"] == "2"
 
 
-class Residual(nn.Module):
+def residual(layer):
     """Two blocks beside a skip connection; ``layer`` makes the second layer of each."""
-
-    def __init__(self, layer):
-        super().__init__()
-        torch.manual_seed(1)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), layer()) for _ in range(2))
-        self.head = nn.Linear(8, 4)
+    torch.manual_seed(1)
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), layer()) for _ in range(2))
 
     def forward(self, x):
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
 
-
-class Gate(nn.Module):
-    """A layer whose input is zero as long as no condition is given."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return x + self.layer(torch.zeros_like(x))
+    return Of(forward, blocks=blocks, head=nn.Linear(8, 4))
 
 
 def test_layers_amid_the_model_that_lose_their_gradients_are_a_warning():
     report = train(
-        Residual(lambda: NarrowLinear(8, 8)), lambda model, x: model(x).square().mean() * 1e-7, lr=1.0, steps=20
+        residual(lambda: NarrowLinear(8, 8)), lambda model, x: model(x).square().mean() * 1e-7, lr=1.0, steps=20
     )
     (finding,) = named(report)
     assert (finding.severity, finding.certainty) == ("warning", "inferred")
@@ -175,7 +157,9 @@ def test_layers_amid_the_model_that_lose_their_gradients_are_a_warning():
 
 
 def test_one_layer_whose_input_is_zero_is_not_an_alarm():
-    report = train(nn.Sequential(Gate(), nn.Linear(8, 4)), lambda model, x: model(x).square().mean(), steps=20)
+    # A layer whose input is zero as long as no condition is given.
+    gate = Of(lambda self, x: x + self.layer(torch.zeros_like(x)), layer=nn.Linear(8, 8))
+    report = train(nn.Sequential(gate, nn.Linear(8, 4)), lambda model, x: model(x).square().mean(), steps=20)
     assert named(report) == []
 
 
@@ -185,7 +169,7 @@ def test_blocks_that_begin_at_zero_are_silent_in_the_first_step_alone():
         nn.init.zeros_(layer.weight)
         return layer
 
-    assert named(train(Residual(zeros), lambda model, x: (model(x) - 1).square().mean(), steps=20)) == []
+    assert named(train(residual(zeros), lambda model, x: (model(x) - 1).square().mean(), steps=20)) == []
 
 
 def test_a_dead_relu_is_where_the_gradients_become_zero():
@@ -199,22 +183,16 @@ def test_a_dead_relu_is_where_the_gradients_become_zero():
     assert finding.code == ""
 
 
-class Gated(nn.Module):
+def gated():
     """A block whose gate begins at zero (ReZero), and a low-rank adapter whose second factor does (LoRA)."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-        self.gate = nn.Parameter(torch.zeros(()))
-        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x):
-        return x + self.gate * self.inner(x) + self.up(self.down(x))
+    adapter = {"down": nn.Linear(8, 2, bias=False), "up": nn.Linear(2, 8, bias=False)}
+    nn.init.zeros_(adapter["up"].weight)
+    forward = lambda self, x: x + self.gate * self.inner(x) + self.up(self.down(x))  # noqa: E731
+    return Of(forward, inner=nn.Linear(8, 8), gate=nn.Parameter(torch.zeros(())), **adapter)
 
 
 def test_weights_behind_a_zero_are_silent_in_the_first_step_alone():
-    assert named(train(Gated(), lambda model, x: (model(x) - x.flip(-1)).square().mean())) == []
+    assert named(train(gated(), lambda model, x: (model(x) - x.flip(-1)).square().mean())) == []
 
 
 def test_a_head_of_zeros_that_is_never_updated_is_not_a_finding():
@@ -228,7 +206,7 @@ def test_a_head_of_zeros_that_is_never_updated_is_not_a_finding():
 
 
 def test_the_micro_batches_of_a_first_step_are_one_step():
-    model = Gated()
+    model = gated()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with Inspector(model, optimizers=optimizer) as inspector:
         for _ in range(2):
@@ -272,33 +250,21 @@ def test_unused_experts_are_not_an_alarm(used, dense):
     assert report.verdict.healthy is True
 
 
-class OneStep(nn.Module):
-    """A recurrent cell that is called once, with a state of zeros: the state's weight has no gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell, self.head = nn.RNNCell(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.head(self.cell(x))
-
-
 def test_a_recurrent_weight_without_a_past_is_not_an_alarm():
-    report = train(OneStep(), lambda model, x: model(x).square().mean())
+    # A recurrent cell that is called once, with a state of zeros: the state's weight has no gradient.
+    model = Of(lambda self, x: self.head(self.cell(x)), cell=nn.RNNCell(8, 8), head=nn.Linear(8, 4))
+    report = train(model, lambda model, x: model(x).square().mean())
     assert named(report) == []
 
 
 def test_a_loss_multiplied_by_zero_is_information():
-    class TwoHeads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.main, self.later = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+    model = nn.ModuleDict({"body": nn.Linear(8, 8), "main": nn.Linear(8, 4), "later": nn.Linear(8, 4)})
 
     def loss_of(model, x):
-        x = model.body(x).tanh()
-        return model.main(x).square().mean() + 0.0 * model.later(x).square().mean()
+        x = model["body"](x).tanh()
+        return model["main"](x).square().mean() + 0.0 * model["later"](x).square().mean()
 
-    report = train(TwoHeads(), loss_of)
+    report = train(model, loss_of)
     (finding,) = named(report)
     assert (finding.severity, finding.layer) == ("info", "later.weight")
     assert report.verdict.healthy is True

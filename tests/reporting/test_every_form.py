@@ -157,10 +157,7 @@ REPORTS = {
 def run():
     """Return the report of a run of one model, with ranges, shapes and kernels of its modules."""
     gradients = {TensorKey(f"{name}.weight", WEIGHT_GRADIENT): sessions.bell(-20) for name in ("hidden", "head")}
-    products = [
-        *shape_records.linear(64, 1023, 4096, name="hidden"),
-        *shape_records.linear(64, 4096, 512, name="head"),
-    ]
+    products = [*shape_records.linear(64, 1023, 4096, name="hidden"), *shape_records.linear(64, 4096, 512, name="head")]
     kernel_runs = [
         made_kernels.kernel(made_kernels.SGEMM, 30, module="hidden", module_is_path=True),
         made_kernels.kernel(made_kernels.NATIVE, 20, module="head", module_is_path=True),

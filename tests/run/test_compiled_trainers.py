@@ -12,6 +12,7 @@ import agreeing_reports
 import pytest
 import torch
 import torch.nn.functional as F
+from models import Of
 from torch import nn
 from trainings import take_step
 from watched_training import watched
@@ -181,18 +182,14 @@ class NativeScaler:
         self._scaler.update()
 
 
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.norm, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.Linear(16, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(F.relu(self.norm(self.stem(x))).mean((2, 3)))
-
-
 def timm(compiles: Compile, precision: str, scales: bool) -> None:
     """Images, an averaged copy of the weights, and a scaler object that calls the optimizer."""
-    raw = Classifier()
+    raw = Of(
+        lambda self, x: self.head(F.relu(self.norm(self.stem(x))).mean((2, 3))),
+        stem=nn.Conv2d(3, 16, 3, padding=1),
+        norm=nn.BatchNorm2d(16),
+        head=nn.Linear(16, 5),
+    )
     averaged = copy.deepcopy(raw).requires_grad_(False)
     model, criterion = compiles(raw), nn.CrossEntropyLoss(label_smoothing=0.1)
     optimizer = torch.optim.SGD(raw.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=1e-4)

@@ -137,8 +137,7 @@ def test_an_object_that_is_not_a_run_is_refused_with_the_types_to_pass():
 
 
 def test_runs_in_two_formats_are_judged_in_the_narrower_one(pair):
-    report = mpinspect.diff(*pair, format="bfloat16")
-    assert report.models[0].ranges.first.format == "bfloat16"
+    assert mpinspect.diff(*pair, format="bfloat16").models[0].ranges.first.format == "bfloat16"
     precision = mpinspect.Session.load(pair[0]).precision
     ledger = dataclasses.replace(precision, weights={"float32": 9}, autocast=("bfloat16",))
     other = dataclasses.replace(sessions.word_model(), precision=ledger)

@@ -7,6 +7,7 @@ import launched
 import pytest
 import torch
 from agreeing_reports import contradictions
+from models import Of
 from torch import nn
 from trainings import take_step
 from watched_training import watched
@@ -24,22 +25,17 @@ def _nothing_was_compiled_before():
         sys.modules["torch._dynamo.utils"].counters.clear()
 
 
-class Featured(nn.Module):
-    """Computes a function of its rows without a gradient, which is not part of its output."""
-
-    def __init__(self, feature):
-        super().__init__()
-        self.feature, self.proj = feature, nn.Linear(1, 4)
-
-    def forward(self, x):
-        return x + self.proj(self.feature(x).float().mean().clamp(-1, 1).reshape(1, 1))
+def featured(feature):
+    """Compute a function of the rows without a gradient, which is not part of the output."""
+    forward = lambda self, x: x + self.proj(feature(x).float().mean().clamp(-1, 1).reshape(1, 1))  # noqa: E731
+    return Of(forward, proj=nn.Linear(1, 4))
 
 
 def trained(tmp_path, feature, rows=512, steps=3):
     """Train a model whose module "1" computes the feature; return its report."""
     torch.manual_seed(3)
     with watched(tmp_path) as run:
-        model = nn.Sequential(nn.Linear(4, 4), Featured(feature))
+        model = nn.Sequential(nn.Linear(4, 4), featured(feature))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for _ in range(steps):
             take_step(optimizer, model(torch.randn(rows, 4)).square().mean())
@@ -195,7 +191,7 @@ def test_of_several_models_the_one_that_rounds_is_named(tmp_path, are_called_fir
     """A model that is first called within the recorded step is missed, without blaming another model."""
     with watched(tmp_path) as run:
         models = [
-            nn.Sequential(nn.Linear(4, 4), Featured(feature))
+            nn.Sequential(nn.Linear(4, 4), featured(feature))
             for feature in (lambda x: hours(x).float().sin(), lambda x: hours(x).to(BF16).sin())
         ]
         optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
@@ -213,7 +209,7 @@ def test_of_several_models_the_one_that_rounds_is_named(tmp_path, are_called_fir
 def test_weights_and_random_numbers_equal_an_unwatched_runs(tmp_path):
     def weights(is_watched):
         torch.manual_seed(4)
-        model = nn.Sequential(nn.Linear(4, 4), Featured(FAULTS["slots"][0]), nn.Dropout(0.5))
+        model = nn.Sequential(nn.Linear(4, 4), featured(FAULTS["slots"][0]), nn.Dropout(0.5))
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(4):
             take_step(optimizer, model(torch.randn(512, 4)).square().mean())
@@ -231,7 +227,7 @@ def test_an_internal_error_disables_only_this_check(tmp_path, monkeypatch):
 
     monkeypatch.setattr(RoundedNumbers, "_look", fail)
     with watched(tmp_path, lint=True) as run:
-        model = nn.Sequential(nn.Linear(4, 4), Featured(FAULTS["a cast"][0]), nn.Linear(4, 4))
+        model = nn.Sequential(nn.Linear(4, 4), featured(FAULTS["a cast"][0]), nn.Linear(4, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for _ in range(3):
             model(torch.randn(512, 4)).square().mean().backward()

@@ -6,10 +6,11 @@ import sys
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
-from trainings import take_step
+from trainings import closure_of, take_step
 from watched_training import train, watched
 
 from mpinspect.kernels.profile import read_trace
@@ -71,17 +72,11 @@ def test_the_products_equal_those_of_the_models_lint(tmp_path):
     assert str(analyse_shapes(found, named("hopper"), model="Attending"))
 
 
-class Dropping(nn.Module):
-    """Attention with dropout, which CPUs compute by the math path and GPUs by fused kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+def dropping(self, x: torch.Tensor) -> torch.Tensor:
+    """Attend with dropout, which CPUs compute by the math path and GPUs by fused kernels."""
+    q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+    y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
+    return self.out(y.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize("autocast", [torch.bfloat16, None])
@@ -89,7 +84,7 @@ class Dropping(nn.Module):
 def test_attention_on_a_cpu_is_recorded_as_a_gpu_computes_it(autocast, checkpointed, tmp_path):
     def trained() -> nn.Module:
         torch.manual_seed(3)
-        model = Dropping()
+        model = Of(dropping, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(4):
             x = torch.randn(2, 64, 64)
@@ -141,8 +136,7 @@ def test_the_scripts_autocast_is_recorded(tmp_path):
                     loss = model[1](x.float()).square().mean()
             loss.backward()
             optimizer.step()
-    found = run.parts.matmuls
-    by_module = {(one.module, one.role): (one.dtype, one.autocast) for one in found.matmuls}
+    by_module = {(one.module, one.role): (one.dtype, one.autocast) for one in run.parts.matmuls.matmuls}
     assert by_module["0", "forward"] == ("bfloat16", True)
     assert by_module["1", "forward"] == ("float32", False)
 
@@ -184,15 +178,8 @@ def test_products_of_closures_are_not_attributed_to_the_optimizer(tmp_path):
     with watched(tmp_path, lint=True) as run:
         model, x = nn.Sequential(nn.Linear(4, 8)), torch.randn(5, 4)
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss
-
         for _ in range(3):
-            optimizer.step(closure)
+            optimizer.step(closure_of(optimizer, lambda: model(x).square().mean()))
     assert {one.role for one in run.parts.matmuls.matmuls} == {"forward", "wgrad"}
 
 

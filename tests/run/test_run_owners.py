@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from trainings import take_step
 from watched_training import train, watched
@@ -289,23 +290,15 @@ def test_other_modules_are_not_taken_for_master_copies(tmp_path, other):
 
 
 def test_a_model_whose_forward_method_is_called_directly(tmp_path):
-    class Direct(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.weight
-
     with watched(tmp_path) as run:
-        model = Direct()
+        model = Of(lambda self, x: x @ self.weight, weight=nn.Parameter(torch.randn(4, 2)))
         optimizer = torch.optim.SGD(model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         for _ in range(3):
             scaler.scale(model.forward(torch.randn(5, 4)).square().mean()).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert (run.names, run.gradients(), run.steps()) == (["Direct"], {"weight"}, 3)
+    assert (run.names, run.gradients(), run.steps()) == (["Of"], {"weight"}, 3)
     assert [change.scale for change in run.parts.models[0].session.progress.scales] == [4.0]
 
 

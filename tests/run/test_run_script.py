@@ -104,53 +104,50 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_output_and_status_are_pythons(name, tmp_path):
-    folder = tmp_path / "work"
-    write(folder, SCRIPTS[name])
-    alone, with_us = silent(folder, "train.py", "--every", "-m", "--", "--lint", "x y")
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "work"
+
+
+def same(folder, files, *words, **how):
+    """Run the files with Python and with the command; assert that both end alike and return the command's end."""
+    write(folder, files)
+    alone, with_us = silent(folder, *words, **how)
     assert with_us == alone
+    return with_us
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_output_and_status_are_pythons(name, folder):
+    same(folder, SCRIPTS[name], "train.py", "--every", "-m", "--", "--lint", "x y")
     if "unclosed" in SCRIPTS[name]:
         assert (folder / "unclosed.txt").read_text() == "kept"
 
 
-def test_a_file_next_to_the_script_may_shadow_a_module_that_mpinspect_uses(tmp_path):
+def test_a_file_next_to_the_script_may_shadow_a_module_that_mpinspect_uses(folder):
     """The script must import the file next to it, as under Python."""
-    folder = tmp_path / "work"
     look = "import argparse, shlex\nprint(argparse.__file__, shlex.__file__)"
-    write(folder, {"src/train.py": look, "src/argparse.py": "", "src/shlex/__init__.py": ""})
-    alone, with_us = silent(folder, "src/train.py")
-    assert with_us == alone
+    with_us = same(folder, {"src/train.py": look, "src/argparse.py": "", "src/shlex/__init__.py": ""}, "src/train.py")
     assert with_us.out.split() == [str(folder / "src" / "argparse.py"), str(folder / "src" / "shlex" / "__init__.py")]
 
 
 @pytest.mark.parametrize("code", ["", "3", "'words'", "True", "-1"])
-def test_exit_statuses_are_pythons(code, tmp_path):
-    folder = tmp_path / "work"
-    write(folder, f"import sys\nprint(1)\nsys.exit({code})")
-    alone, with_us = silent(folder, "train.py")
-    assert with_us == alone
+def test_exit_statuses_are_pythons(code, folder):
+    same(folder, f"import sys\nprint(1)\nsys.exit({code})", "train.py")
 
 
-def test_stdin_is_the_scripts(tmp_path):
-    folder = tmp_path / "work"
-    write(folder, "import sys\nprint(input('name? '), sys.stdin.read())")
-    alone, with_us = silent(folder, "train.py", stdin="a\nb\n")
-    assert with_us == alone
+def test_stdin_is_the_scripts(folder):
+    with_us = same(folder, "import sys\nprint(input('name? '), sys.stdin.read())", "train.py", stdin="a\nb\n")
     assert with_us.out == "name? a b\n\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signals_end_the_command_as_they_end_a_script(number, tmp_path):
-    folder = tmp_path / "work"
-    write(folder, "import time\nprint('begun', flush=True)\ntime.sleep(60)")
-    alone, with_us = silent(folder, "train.py", interrupt=number)
-    assert with_us == alone
+def test_signals_end_the_command_as_they_end_a_script(number, folder):
+    with_us = same(folder, "import time\nprint('begun', flush=True)\ntime.sleep(60)", "train.py", interrupt=number)
     assert with_us.status == -number
 
 
-def test_ctrl_c_is_reported(tmp_path):
-    folder = tmp_path / "work"
+def test_ctrl_c_is_reported(folder, tmp_path):
     write(folder, "import time\nprint('begun', flush=True)\ntime.sleep(60)")
     ended = watched(folder, "train.py", interrupt=signal.SIGINT)
     assert ended.status == -signal.SIGINT
@@ -179,12 +176,9 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_of_every_form(name, tmp_path):
-    folder = tmp_path / "work"
+def test_programs_of_every_form(name, folder):
     files, words = PROGRAMS[name]
-    write(folder, files)
-    alone, with_us = silent(folder, *words, "-m", "--steps", "3")
-    assert with_us == alone
+    same(folder, files, *words, "-m", "--steps", "3")
 
 
 @pytest.mark.parametrize(
@@ -194,8 +188,7 @@ def test_programs_of_every_form(name, tmp_path):
         *(("handlers after an exception", True), ("pickling", False), ("another directory", True)),
     ],
 )
-def test_programs_from_an_argument_or_stdin(name, stdin, tmp_path):
-    folder = tmp_path / "work"
+def test_programs_from_an_argument_or_stdin(name, stdin, folder):
     # The working directory is first on the path.
     write(folder, {"beside.py": "print('beside')"})
     code = f"import beside\n{SCRIPTS[name]}\n"
@@ -215,10 +208,9 @@ def test_code_as_an_argument_is_recorded_by_its_beginning(tmp_path):
     assert [LaunchOptions("x", is_code=True).stem, LaunchOptions("-").stem] == ["code", "stdin"]
 
 
-def test_a_compiled_script(tmp_path):
+def test_a_compiled_script(folder):
     import py_compile
 
-    folder = tmp_path / "work"
     write(folder, FACTS)
     py_compile.compile(str(folder / "train.py"), cfile=str(folder / "train.pyc"))
     alone, with_us = silent(folder, "train.pyc")
@@ -226,16 +218,12 @@ def test_a_compiled_script(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["PYTHONSAFEPATH", "PYTHONUNBUFFERED", "PYTHONOPTIMIZE"])
-def test_pythons_own_modes_reach_the_script(mode, tmp_path):
-    folder = tmp_path / "work"
-    write(folder, FACTS + "assert sys.argv == 0, 'optimised away?'")
-    alone, with_us = silent(folder, "train.py", env={mode: "1"})
-    assert with_us == alone
+def test_pythons_own_modes_reach_the_script(mode, folder):
+    same(folder, FACTS + "assert sys.argv == 0, 'optimised away?'", "train.py", env={mode: "1"})
 
 
-def test_a_closed_stdout(tmp_path):
+def test_a_closed_stdout(folder, tmp_path):
     """As with ``| head``, Python's error message and exit status are preserved."""
-    folder = tmp_path / "work"
     write(folder, "for i in range(100_000): print(i)")
     outcomes = []
     for command in (["train.py"], ["-m", "mpinspect", "run", "--log-dir", str(tmp_path / RUN_DIR), "train.py"]):
@@ -256,8 +244,7 @@ def test_a_failing_import_of_torch_prints_the_same_traceback(tmp_path):
         assert with_us == alone
 
 
-def test_imported_modules_equal_pythons(tmp_path):
-    folder = tmp_path / "work"
+def test_imported_modules_equal_pythons(folder):
     look = "import sys, torch\nprint(torch.__spec__.loader is torch.__loader__, vars(torch.__loader__), len(sys.meta_path))"
     write(
         folder,
@@ -402,8 +389,7 @@ def test_the_run_directory_records_the_command_and_its_outcome(tmp_path):
     assert record["saw"] == ["torch was never imported: there was nothing to inspect"]
 
 
-def test_a_run_never_writes_into_another(tmp_path):
-    folder = tmp_path / "work"
+def test_a_run_never_writes_into_another(folder, tmp_path):
     write(folder, "")
     for expected in (RUN_DIR, f"{RUN_DIR}-2", f"{RUN_DIR}-3"):
         ended = watched(folder, "train.py")
@@ -412,8 +398,7 @@ def test_a_run_never_writes_into_another(tmp_path):
 
 
 @pytest.mark.parametrize("rank", [{}, {"RANK": "0", "WORLD_SIZE": "2"}])
-def test_a_default_directory_that_can_not_be_made(rank, tmp_path):
-    folder = tmp_path / "work"
+def test_a_default_directory_that_can_not_be_made(rank, folder, tmp_path):
     write(folder, {"train.py": "print(1)", "runs": "a file"})
     (tmp_path / "temporary").mkdir()
     ended = launched.run(folder, [*launched.MPINSPECT, "train.py"], env={"TMPDIR": str(tmp_path / "temporary"), **rank})
@@ -433,8 +418,7 @@ def test_a_directory_that_was_asked_for_and_can_not_be_made(wanted, why, tmp_pat
 
 
 @pytest.mark.parametrize("words", [["-m", "no.such.mod"], ["folder"]])
-def test_a_program_that_python_does_not_find(words, tmp_path):
-    folder = tmp_path / "work"
+def test_a_program_that_python_does_not_find(words, folder, tmp_path):
     write(folder, {"folder/train.py": ""})
     alone, ended = bare(folder, *words), watched(folder, *words)
     assert (ended.status, ended.out) == (alone.status, "")
@@ -448,8 +432,7 @@ def test_a_program_that_python_does_not_find(words, tmp_path):
     assert record["outcome"].startswith("exit status 1: ")
 
 
-def test_a_module_that_exits_by_itself_was_started(tmp_path):
-    folder = tmp_path / "work"
+def test_a_module_that_exits_by_itself_was_started(folder):
     write(
         folder,
         {"train.py": "import runpy, sys\nrunpy._run_module_as_main('beside')", "beside.py": "raise SystemExit(3)"},
@@ -457,8 +440,7 @@ def test_a_module_that_exits_by_itself_was_started(tmp_path):
     assert "could not be started" not in watched(folder, "-m", "train").err
 
 
-def test_a_directory_that_the_script_removes(tmp_path):
-    folder = tmp_path / "work"
+def test_a_directory_that_the_script_removes(folder, tmp_path):
     write(folder, f"import shutil\nshutil.rmtree({str(tmp_path / RUN_DIR)!r})\nprint(1)")
     ended = watched(folder, "train.py")
     assert (ended.status, ended.out) == (0, "1\n")
@@ -472,8 +454,7 @@ def test_a_script_that_can_not_be_compiled_leaves_no_run(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-def test_an_internal_error_at_the_end_is_reported_in_one_line(tmp_path):
-    folder = tmp_path / "work"
+def test_an_internal_error_at_the_end_is_reported_in_one_line(folder, tmp_path):
     write(folder, "import sys\nsys.modules['mpinspect.run.report'] = None\nprint(1)\nsys.exit(3)")
     ended = watched(folder, "train.py")
     assert (ended.status, ended.out) == (3, "1\n")
@@ -506,8 +487,7 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def test_a_forked_process_behaves_like_a_new_one(tmp_path):
-    folder = tmp_path / "work"
+def test_a_forked_process_behaves_like_a_new_one(folder):
     write(
         folder,
         """
@@ -525,8 +505,7 @@ raise ValueError("the end")
     assert forked.err.splitlines()[-1] == own.err.splitlines()[-1] == "ValueError: the end"
 
 
-def test_a_training_script_is_watched_from_its_import_of_torch_on(tmp_path):
-    folder = tmp_path / "work"
+def test_a_training_script_is_watched_from_its_import_of_torch_on(folder, tmp_path):
     write(folder, TRAINS)
     ended = watched(folder, "train.py", "0", env={"OMP_NUM_THREADS": "2"})
     threads, *out = ended.out.splitlines()
@@ -541,17 +520,15 @@ def test_a_training_script_is_watched_from_its_import_of_torch_on(tmp_path):
 @pytest.mark.parametrize(
     ("what", "own", "status"), [("gradients-flushed", 0, 1), ("warning", 0, 0), ("gradients-flushed", 3, 3)]
 )
-def test_fail_on(what, own, status, tmp_path):
+def test_fail_on(what, own, status, folder):
     """The gradients are far below FP16's range, but the script does not use FP16: a finding, but no warning."""
-    folder = tmp_path / "work"
     write(folder, TRAINS)
     ended = watched(folder, "train.py", str(own), options=["--fail-on", what], forked=True)
     assert (ended.status, ended.out.splitlines()[-1]) == (status, "handler")
     assert (folder / "open.txt").read_text() == "kept"
 
 
-def test_a_pattern_without_a_match_is_reported_first(tmp_path):
-    folder = tmp_path / "work"
+def test_a_pattern_without_a_match_is_reported_first(folder, tmp_path):
     write(folder, TRAINS)
     watched(folder, "train.py", "0", options=["--include", "encodre.*", "--include", "*"], forked=True)
     saw = json.loads((tmp_path / RUN_DIR / "run.json").read_text())["saw"]

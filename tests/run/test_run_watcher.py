@@ -11,8 +11,10 @@ import weakref
 import pytest
 import torch
 from agreeing_reports import analyse
+from models import Of
+from together import together
 from torch import nn
-from trainings import take_step
+from trainings import closure_of, take_step
 from watched_training import train, watched
 
 import mpinspect
@@ -273,15 +275,8 @@ def test_lbfgs_and_its_closure(tmp_path):
     with watched(tmp_path) as run:
         model, x = net(), torch.randn(5, 4)
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss
-
         for _ in range(3):
-            optimizer.step(closure)
+            optimizer.step(closure_of(optimizer, lambda: model(x).square().mean()))
     assert (run.names, run.steps()) == (["Net"], 3)
 
 
@@ -297,22 +292,15 @@ def test_training_in_a_thread(tmp_path):
 def test_several_threads_at_once(tmp_path, monkeypatch):
     def slowly(*given: object) -> object:
         # Long enough for every thread to arrive before the first one leaves.
-        together.wait(0.2)
+        arrived.wait(0.2)
         return made(*given)
 
     made = watcher._Parts
     monkeypatch.setattr(watcher, "_Parts", slowly)
-    together = threading.Event()
+    arrived = threading.Event()
     with watched(tmp_path) as run:
         models = [net() for _ in range(4)]
-        threads = [
-            threading.Thread(target=lambda model=model: train(model, torch.optim.SGD(model.parameters()), 20))
-            for model in models
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(4, lambda number: train(models[number], torch.optim.SGD(models[number].parameters()), 20))
     assert (len(set(run.names)), run.seen.models, run.seen.optimizers, run.seen.steps) == (4, 4, 4, 80)
     assert [run.steps(number) for number in range(4)] == [20] * 4
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(run.names)
@@ -727,26 +715,14 @@ ACTIVATIONS = [
 ]
 
 
-class Activations(nn.Module):
-    """A branch for each activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleDict(
-            {name: nn.Sequential(nn.Linear(8, 64), getattr(nn, name)(), nn.Linear(64, 5)) for name in ACTIVATIONS}
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([branch(x) for branch in self.branches.values()])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_step_whose_shapes_are_recorded_is_bit_identical_whatever_the_activation(
     dtype, tmp_path, deterministic_torch
 ):
     def training() -> dict[str, torch.Tensor]:
         torch.manual_seed(1)
-        model = Activations()
+        branches = [nn.Sequential(nn.Linear(8, 64), getattr(nn, name)(), nn.Linear(64, 5)) for name in ACTIVATIONS]
+        model = Of(lambda self, x: torch.stack([each(x) for each in self.branches]), branches=nn.ModuleList(branches))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(4):
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
@@ -757,5 +733,5 @@ def test_the_step_whose_shapes_are_recorded_is_bit_identical_whatever_the_activa
     alone = training()
     with watched(tmp_path, lint=True) as run:
         together = training()
-    assert run.names == ["Activations"]
+    assert run.names == ["Of"]
     assert [name for name, value in alone.items() if not torch.equal(value, together[name])] == []

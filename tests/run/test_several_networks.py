@@ -268,7 +268,6 @@ def test_a_gradient_penalty_of_a_network_is_that_of_fp32_rounded(precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_discriminator_with_a_gradient_penalty_trains(precision):
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
     mp = MixedPrecision(model, torch.optim.Adam(model.parameters(), lr=0.01), precision, 2.0**10)
     losses = []
@@ -300,7 +299,6 @@ def test_half_arithmetic_alone_carries_a_double_backward():
 @pytest.mark.parametrize("loss_scale", ["dynamic", "talk"])
 def test_a_penalty_that_overflows_lowers_the_scale_though_the_loss_was_not_finite(precision, loss_scale):
     """The penalty is computed from a scaled gradient, so the scale causes its infinity and must be lowered."""
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
     mp = MixedPrecision(model, torch.optim.Adam(model.parameters(), lr=0.01), precision, loss_scale)
     stepped = []

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from together import together
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -234,7 +235,6 @@ def small_parts(request, monkeypatch) -> Iterator[None]:
     "shape", [(3, 5, 200), (200, 5, 3), (3, 200, 5), (60, 70, 3), (3, 70, 60), (60, 3, 70), (1, 300, 1), (2, 9000, 1)]
 )
 def test_parts_make_the_same_product(shape, layout, small_parts):
-    torch.manual_seed(0)
     m, k, n = shape
     columns = [side == "columns" for side in layout.split(", ")]
     a, b = (
@@ -249,7 +249,6 @@ def test_parts_make_the_same_product(shape, layout, small_parts):
 
 
 def test_parts_give_the_same_bits_each_time(small_parts):
-    torch.manual_seed(0)
     for shape in [(20, 500, 3), (500, 20, 30), (3, 500, 20)]:
         a, b = torch.randn(shape[:2]).half(), torch.randn(shape[1:]).half()
         for left, right in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
@@ -258,7 +257,6 @@ def test_parts_give_the_same_bits_each_time(small_parts):
 
 
 def test_parts_with_and_without_autograd(small_parts):
-    torch.manual_seed(0)
     layer, x = nn.Linear(20, 30), torch.randint(-3, 4, (50, 20)).half()
     layer.half()
     with half_arithmetic():
@@ -368,7 +366,6 @@ def test_the_error_of_attention_is_at_most_torchs_or_its_roundings_where_values_
 @pytest.mark.parametrize("zero", ["query", "key"])
 def test_attention_of_whole_numbers_is_exact(zero):
     """All scores 0, eight keys: every weight is 1/8, and every sum is exact. Equal to torch's own in every bit."""
-    torch.manual_seed(0)
     operands = [torch.randint(-3, 4, (1, 2, 8, 16)).half() for _ in range(3)]
     operands[["query", "key"].index(zero)].zero_()
     with half_arithmetic():
@@ -410,7 +407,6 @@ def test_attention_where_the_flash_kernel_does_not_serve():
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_recurrent_layers_are_as_torchs_own(kind, dtype, monkeypatch):
     """Within one unit in the last place of torch's plain 16-bit layers, forward and backward. oneDNN may lack FP16."""
-    torch.manual_seed(0)
     layer = kind(8, 6).to(dtype)
     x = torch.randn(3, 8).to(dtype) if "Cell" in kind.__name__ else torch.randn(5, 3, 8).to(dtype)
 
@@ -447,7 +443,6 @@ BLOCKS = {
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_of_layers_run_forward_and_backward_close_to_fp32(name, dtype):
-    torch.manual_seed(0)
     model, x, call = BLOCKS[name]()
     call(model, x).square().sum().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
@@ -476,7 +471,6 @@ FAST_PATHS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.
 @pytest.mark.parametrize("name", FAST_PATHS)
 def test_the_fast_path_of_evaluation_is_emulated_too(name, dtype):
     """One operation for the whole layer, whose products are inside."""
-    torch.manual_seed(0)
     make, call = FAST_PATHS[name]
     exact, x = make().eval(), torch.randn(4, 5, 8)
     model = copy.deepcopy(exact).to(dtype)
@@ -490,7 +484,6 @@ def test_the_fast_path_of_evaluation_is_emulated_too(name, dtype):
 
 def test_a_model_stored_in_half_precision_with_normalisation():
     """Outside autocast normalisation runs torch's own 16-bit kernels, products the emulation."""
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8), nn.LayerNorm(8)
     )
@@ -553,7 +546,6 @@ def test_checkpointing_changes_no_gradient(reentrant):
 
 def test_second_derivatives_of_whole_numbers_are_exact():
     """A gradient penalty through a convolution and a matrix product."""
-    torch.manual_seed(0)
     operands = [torch.randint(-1, 2, shape) for shape in [(2, 1, 4, 4), (2, 1, 3, 3), (8, 3)]]
 
     def penalty(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -605,7 +597,6 @@ def test_distributed_data_parallel_and_its_compression_hook(one_rank):
 
 
 def test_layouts_make_no_difference():
-    torch.manual_seed(0)
     model = nn.Conv2d(4, 4, 3).half()
     x = torch.randn(2, 4, 6, 6).half()
     with half_arithmetic():
@@ -620,7 +611,6 @@ def test_layouts_make_no_difference():
 
 @pytest.mark.parametrize("dtype", HALVES, ids=["FP16", "BF16"])
 def test_out_and_in_place_variants(dtype):
-    torch.manual_seed(0)
     a, b, c = (torch.randn(shape).to(dtype) for shape in [(4, 5), (5, 3), (4, 3)])
     with Products() as inside, half_arithmetic():
         product, total = a @ b, torch.addmm(c, a, b)
@@ -671,7 +661,6 @@ def test_empty_tensors():
 
 
 def test_other_tensors_are_not_changed():
-    torch.manual_seed(0)
     a, b = torch.randn(5, 16), torch.randn(16, 7)
     with Products() as inside, half_arithmetic():
         products = [a @ b, a.double() @ b.double(), (a * 9).long() @ (b * 9).long(), a.cfloat() @ b.cfloat()]
@@ -769,23 +758,14 @@ def test_other_threads_are_not_changed():
 
 def test_threads_that_run_recurrent_layers_restore_onednn():
     before = torch.backends.mkldnn.enabled
-    errors: list[BaseException] = []
 
-    def train() -> None:
-        try:
-            layer = nn.LSTM(4, 4).half()
-            for _ in range(10):
-                with half_arithmetic():
-                    layer(torch.randn(3, 2, 4).half())[0].sum().backward()
-        except BaseException as error:
-            errors.append(error)
+    def train(_: int) -> None:
+        layer = nn.LSTM(4, 4).half()
+        for _ in range(10):
+            with half_arithmetic():
+                layer(torch.randn(3, 2, 4).half())[0].sum().backward()
 
-    threads = [threading.Thread(target=train) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    together(3, train)
     assert torch.backends.mkldnn.enabled == before
 
 

@@ -99,57 +99,51 @@ def test_fp64_is_the_data_centre_chips():
     assert gpus.of_device("NVIDIA RTX A2000", 8, 6).multiplies("bfloat16") is True
 
 
-@pytest.mark.parametrize(
-    ("text", "architecture", "half"),
-    [
-        ("V100", "volta", 125),
-        ("Tesla V100-SXM2-32GB", "volta", 125),
-        ("Tesla V100-DGXS-32GB", "volta", 125),
-        ("NVIDIA TITAN V", "volta", None),
-        ("Quadro GV100", "volta", None),
-        ("Xavier", "volta", None),
-        ("Tesla T4", "turing", 65),
-        ("Quadro RTX 8000", "turing", None),
-        ("TITAN RTX", "turing", None),
-        ("NVIDIA GeForce RTX 2080 Ti", "turing", 53.8),
-        ("rtx2070", "turing", None),
-        ("NVIDIA A100-SXM4-80GB", "ampere", 312),
-        ("NVIDIA A100-PCIE-40GB", "ampere", 312),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "ampere", None),
-        ("GRID A100D-80C", "ampere", None),
-        ("NVIDIA A800-SXM4-80GB", "ampere", 312),
-        ("NVIDIA A10", "ampere", 125),
-        ("A10G", "ampere", 70),
-        ("RTX 3060", "ampere", None),
-        ("NVIDIA GeForce RTX 3080 Laptop GPU", "ampere", None),
-        ("NVIDIA GeForce RTX 2050", "ampere", None),
-        ("NVIDIA RTX A6000", "ampere", 154.8),
-        ("NVIDIA RTX A2000 12GB", "ampere", None),
-        ("Orin", "ampere", None),
-        ("NVIDIA L4", "ada", 121),
-        ("NVIDIA L20", "ada", 119.5),
-        ("NVIDIA GeForce RTX 4090", "ada", 165.2),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "ada", None),
-        ("NVIDIA RTX 6000 Ada Generation", "ada", None),
-        ("NVIDIA RTX 4000 SFF Ada Generation", "ada", None),
-        ("NVIDIA H100 80GB HBM3", "hopper", 989.4),
-        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "hopper", None),
-        ("NVIDIA GH200 480GB", "hopper", 989.4),
-        ("H800", "hopper", 989.4),
-        ("NVIDIA H20", "hopper", 148),
-        ("NVIDIA H20-3e", "hopper", None),
-        ("NVIDIA B200", "blackwell", 2250),
-        ("B300", "blackwell", 2250),
-        ("NVIDIA GB300", "blackwell", 2500),
-        ("NVIDIA GB10", "blackwell", None),
-        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "blackwell", None),
-        ("NVIDIA Thor", "blackwell", None),
-        ("sm_90", "hopper", 989.4),
-        ("9.0", "hopper", 989.4),
-        ("sm_90a", "hopper", 989.4),
-        ("compute_86", "ampere", None),
-        ("12.0", "blackwell", None),
+#: Names of GPUs by their architecture and their Tensor Cores' peak in FP16, in TFLOP/s.
+NAMES = {
+    ("volta", 125): ["V100", "Tesla V100-SXM2-32GB", "Tesla V100-DGXS-32GB"],
+    ("volta", None): ["NVIDIA TITAN V", "Quadro GV100", "Xavier"],
+    ("turing", 65): ["Tesla T4"],
+    ("turing", None): ["Quadro RTX 8000", "TITAN RTX", "rtx2070"],
+    ("turing", 53.8): ["NVIDIA GeForce RTX 2080 Ti"],
+    ("ampere", 312): ["NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A800-SXM4-80GB"],
+    ("ampere", None): [
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "GRID A100D-80C",
+        "RTX 3060",
+        "NVIDIA GeForce RTX 3080 Laptop GPU",
+        "NVIDIA GeForce RTX 2050",
+        "NVIDIA RTX A2000 12GB",
+        "Orin",
+        "compute_86",
     ],
+    ("ampere", 125): ["NVIDIA A10"],
+    ("ampere", 70): ["A10G"],
+    ("ampere", 154.8): ["NVIDIA RTX A6000"],
+    ("ada", 121): ["NVIDIA L4"],
+    ("ada", 119.5): ["NVIDIA L20"],
+    ("ada", 165.2): ["NVIDIA GeForce RTX 4090"],
+    ("ada", None): [
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA RTX 6000 Ada Generation",
+        "NVIDIA RTX 4000 SFF Ada Generation",
+    ],
+    ("hopper", 989.4): ["NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "H800", "sm_90", "9.0", "sm_90a"],
+    ("hopper", None): ["NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA H20-3e"],
+    ("hopper", 148): ["NVIDIA H20"],
+    ("blackwell", 2250): ["NVIDIA B200", "B300"],
+    ("blackwell", 2500): ["NVIDIA GB300"],
+    ("blackwell", None): [
+        "NVIDIA GB10",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+        "NVIDIA Thor",
+        "12.0",
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "architecture", "half"), [(name, *known) for known, names in NAMES.items() for name in names]
 )
 def test_a_gpu_is_known_by_any_of_its_names(text, architecture, half):
     for spelt in (text, text.lower(), f" {text} "):
@@ -161,14 +155,8 @@ def test_a_gpu_is_known_by_any_of_its_names(text, architecture, half):
 @pytest.mark.parametrize(
     "text",
     [
-        "Tesla P100-PCIE-16GB",
-        "Tesla K80",
-        "P40",
-        "GTX 1080 Ti",
-        "NVIDIA GeForce GTX 1660 Ti",
-        "Quadro T1000",
-        "MX450",
-        "6.1",
+        *("Tesla P100-PCIE-16GB", "Tesla K80", "P40", "GTX 1080 Ti", "NVIDIA GeForce GTX 1660 Ti"),
+        *("Quadro T1000", "MX450", "6.1"),
     ],
 )
 def test_named_gpus_without_tensor_cores(text):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from models import Of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -15,19 +16,6 @@ from mpinspect.shapes.record.failures import RecordingError
 from mpinspect.shapes.record.recording import record_matmuls
 
 HALF = (torch.float16, torch.bfloat16)
-
-
-class Of(nn.Module):
-    """A module with children by name whose forward is a function of itself and the inputs."""
-
-    def __init__(self, forward, **children):
-        super().__init__()
-        self.run = forward
-        for name, child in children.items():
-            setattr(self, name, child)
-
-    def forward(self, *args, **kwargs):
-        return self.run(self, *args, **kwargs)
 
 
 def lines(recording, *fields):
@@ -137,8 +125,7 @@ def test_a_weight_on_the_left_is_a_weight_too():
 
 
 def test_gradients_of_square_products_are_distinguished():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    recording = record_matmuls(model, torch.randn(8, 8))
+    recording = record_matmuls(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(8, 8))
     assert lines(recording, "module", "role") == [
         ("0", "forward"),
         ("1", "forward"),
@@ -303,11 +290,7 @@ def test_attention_is_recorded_as_on_a_gpu(mask, arguments, options, backend):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "mask"),
-    [
-        ({"dtype": torch.float64}, None),
-        ({"head_dim": 20}, torch.ones(32, 32, dtype=torch.bool)),
-    ],
+    ("arguments", "mask"), [({"dtype": torch.float64}, None), ({"head_dim": 20}, torch.ones(32, 32, dtype=torch.bool))]
 )
 def test_attention_without_a_fused_kernel_is_two_products(arguments, mask):
     recording = record_matmuls(attend(mask), heads(**arguments))
@@ -906,10 +889,7 @@ def test_attention_of_three_dimensions_takes_the_math_path(device, dtype):
 
 @pytest.mark.parametrize(
     ("shapes", "mask", "why"),
-    [
-        (((2, 4, 8, 12), (2, 4, 8, 12)), True, "head-size"),
-        (((2, 4, 8, 16), (1, 4, 8, 16)), False, "shapes"),
-    ],
+    [(((2, 4, 8, 12), (2, 4, 8, 12)), True, "head-size"), (((2, 4, 8, 16), (1, 4, 8, 16)), False, "shapes")],
 )
 def test_why_the_math_path_is_taken(shapes, mask, why):
     def forward(self, x):

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from models import Of
 from torch import nn
 from torch.nn import functional as F
 
@@ -108,16 +109,9 @@ def test_a_parameter_reached_past_the_module_gets_no_gradient(device):
     weight = model.weight
     holder = type("Holder", (), {"weight": weight})
 
-    class Past(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner, self.holder = model, holder
-
-        def forward(self, x):
-            return F.linear(x, self.holder.weight)
-
     weight.grad = torch.ones(4, 4)
-    record_matmuls(Past(), torch.randn(2, 4), device=device)
+    past = Of(lambda self, x: F.linear(x, self.holder.weight), inner=model, holder=holder)
+    record_matmuls(past, torch.randn(2, 4), device=device)
     assert torch.equal(weight.grad, torch.ones(4, 4))
 
 
@@ -125,15 +119,8 @@ def test_a_parameter_reached_past_the_module_gets_no_gradient(device):
 def test_random_generators_are_restored(device):
     torch.manual_seed(1), random.seed(2), np.random.seed(3)
 
-    class Draws(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return F.dropout(self.inner(x), 0.5) + torch.rand(4) * random.random() * float(np.random.rand())
-
-    model, x = Draws(), torch.randn(2, 4)
+    draw = lambda x: F.dropout(x, 0.5) + torch.rand(4) * random.random() * float(np.random.rand())  # noqa: E731
+    model, x = Of(lambda self, x: draw(self.inner(x)), inner=nn.Linear(4, 4)), torch.randn(2, 4)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     record_matmuls(model, x, device=device)
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -221,8 +208,7 @@ def test_weights_of_old_style_weight_norm_are_restored():
     with pytest.warns(FutureWarning):
         model = nn.utils.weight_norm(nn.Linear(4, 4))
     before = model.weight
-    recording = record_matmuls(model, torch.randn(2, 4))
-    assert recording.notes == ()
+    assert record_matmuls(model, torch.randn(2, 4)).notes == ()
     assert model.weight is before
     assert not model(torch.randn(2, 4)).is_meta
 

@@ -332,8 +332,7 @@ def test_an_odd_number_of_rows_is_not_a_finding_above_info():
 
 
 def test_disabled_tf32_is_reported_before_padding():
-    record = recording(*linear(4096, 1023, 1024, "float32"))
-    report = analyse_shapes(record, HOPPER)
+    report = analyse_shapes(recording(*linear(4096, 1023, 1024, "float32")), HOPPER)
     assert report.findings[0].id == "tf32-off"
     assert 'set_float32_matmul_precision("high")' in report.findings[0].fix
     size = next(finding for finding in report.findings if finding.id == "odd-size")
@@ -568,8 +567,7 @@ def test_odd_channels_of_a_group_have_no_name_of_the_groups():
 
 def test_a_mask_costs_no_more_than_its_copy():
     masked = attention(64, 1001, bias=row_major((1, 1, 1001, 1001)))
-    finding = found(recording(masked))["attention-mask"]
-    assert 1 < finding.evidence["estimated_speedup_high"] < 1.1
+    assert 1 < found(recording(masked))["attention-mask"].evidence["estimated_speedup_high"] < 1.1
 
 
 def test_a_misaligned_view_is_not_blamed_on_a_size():

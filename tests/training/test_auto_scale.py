@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from equality import equal
+from models import Of
 from torch import nn
+from trainings import mixed_step
 
 from mpinspect import LossScaler, MixedPrecision
 from mpinspect.demo.demo import LEARNING_RATE, stdlib_tokens, word_loss, word_model
@@ -54,11 +56,7 @@ def train(
         before_step(step)
         scales.append(mp.loss_scale)
         x, y = next(data)
-        mp.zero_grad()
-        with mp.autocast():
-            loss = nn.functional.mse_loss(mp.model(x).float(), y) * times
-        mp.backward(loss)
-        mp.step()
+        mixed_step(mp, lambda x=x, y=y: nn.functional.mse_loss(mp.model(x).float(), y) * times)
     return scales
 
 
@@ -76,12 +74,7 @@ def test_the_demos_model_trains_as_in_fp32():
         generator = torch.Generator().manual_seed(0)
         found = []
         for _ in range(52):
-            mp.zero_grad()
-            with mp.autocast():
-                loss = word_loss(mp.model, corpus.batch(generator, 1024))
-            mp.backward(loss)
-            mp.step()
-            found.append(loss.item())
+            found.append(mixed_step(mp, lambda: word_loss(mp.model, corpus.batch(generator, 1024))).item())
         return found, mp
 
     exact, _ = losses("fp32", None)
@@ -194,24 +187,15 @@ def test_a_fault_of_the_inspection_does_not_reach_the_training(monkeypatch, capl
 
 
 def test_layers_that_no_scale_serves_get_the_largest_that_does_not_overflow():
-    class Conflict(nn.Module):
-        """Weight gradients of 2^8 and of 2^-36."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.large, self.small = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.large(x).float() * 2.0**8 + self.small(x).float() * 2.0**-36
-
-    model = Conflict()
+    # Weight gradients of 2^8 and of 2^-36.
+    model = Of(
+        lambda self, x: self.large(x).float() * 2.0**8 + self.small(x).float() * 2.0**-36,
+        large=nn.Linear(1, 1, bias=False),
+        small=nn.Linear(1, 1, bias=False),
+    )
     mp = MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=2.0**-20), "fp16-amp", "auto")
     for _ in range(BLOCK + 5):
-        mp.zero_grad()
-        with mp.autocast():
-            loss = mp.model(torch.ones(1, 1)).sum()
-        mp.backward(loss)
-        mp.step()
+        mixed_step(mp, lambda: mp.model(torch.ones(1, 1)).sum())
     lowest, highest = mp.scaler.window
     # 2^8 * 2^7 is the last power of two below 65520. One power is reserved, since only the exponents of peaks are known.
     assert lowest == highest == mp.loss_scale == 2.0**6

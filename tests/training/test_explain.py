@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from models import Of, Times
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from trainings import mixed_step
 
 from mpinspect import LossScaler, MixedPrecision
 from mpinspect.training import LossScaleWarning
@@ -17,21 +19,9 @@ from mpinspect.training.explain import ModelExplainer
 from mpinspect.training.skipped_steps import NonFinite
 
 
-class Spoil(torch.autograd.Function):
-    """The identity, with a multiplied gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.factor, None
-
-
 def spoil(x: torch.Tensor, factor: float = math.inf) -> torch.Tensor:
-    return Spoil.apply(x, factor)
+    """Return x, whose gradient is multiplied by the factor."""
+    return Times.apply(x, 1.0, factor)
 
 
 def explain(
@@ -102,16 +92,9 @@ def test_inf_and_nan_are_distinguished(factor, value):
 
 
 def test_tied_weights_have_their_first_name():
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.output = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
-            self.output.weight = self.embedding.weight
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return spoil(self.output(self.embedding(tokens)))
-
-    model = Tied()
+    layers = {"embedding": nn.Embedding(4, 4), "output": nn.Linear(4, 4, bias=False)}
+    model = Of(lambda self, tokens: spoil(self.output(self.embedding(tokens))), **layers)
+    model.output.weight = model.embedding.weight
     culprit = explain(model, model(torch.arange(4)).sum())
     assert (culprit.layer, culprit.name) == ("embedding", "embedding.weight")
 
@@ -266,47 +249,34 @@ def broken_forward(model: nn.Module, *inputs: torch.Tensor, spoiled: Any = None)
     return found
 
 
-class Times(nn.Module):
-    """Multiplies."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor
+def multiplied(factor: float) -> nn.Module:
+    return Of(lambda self, x: x * self.factor, factor=factor)
 
 
 @pytest.mark.parametrize(("factor", "value"), [(math.nan, "nan"), (math.inf, "inf")])
 def test_a_module_inside_containers(factor, value):
     model = nn.Sequential(
-        nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Sequential(nn.Sigmoid(), Times(factor))), nn.Tanh()
+        nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Sequential(nn.Sigmoid(), multiplied(factor))), nn.Tanh()
     )
     found = broken_forward(model, torch.ones(1, 2))
     assert (found.layer, found.name, found.value) == ("1.1.1", "1.1.1", value)
 
 
-class Functions(nn.Module):
-    """Runs a function between its two layers, or after them."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.one, self.two, self.where = nn.Linear(2, 2), nn.Linear(2, 2), where
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.one(x)
-        x = self.two(x * math.nan if self.where == "between" else x)
-        return x * math.nan if self.where == "after" else x
+def with_functions(between: float, after: float) -> nn.Module:
+    """Multiply between two layers of a part, and after them."""
+    layers = {"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)}
+    part = Of(lambda self, x: self.two(self.one(x) * between) * after, **layers)
+    return nn.Sequential(nn.Linear(2, 2), part, nn.Linear(2, 2))
 
 
 def test_a_function_between_modules():
-    found = broken_forward(nn.Sequential(nn.Linear(2, 2), Functions("between"), nn.Linear(2, 2)), torch.ones(1, 2))
+    found = broken_forward(with_functions(math.nan, 1.0), torch.ones(1, 2))
     assert (found.layer, found.name, found.value) == ("1", "1.two", "nan")
     assert "before '1.two'" in found.detail
 
 
 def test_a_function_after_the_last_module_of_a_container():
-    found = broken_forward(nn.Sequential(nn.Linear(2, 2), Functions("after"), nn.Linear(2, 2)), torch.ones(1, 2))
+    found = broken_forward(with_functions(1.0, math.nan), torch.ones(1, 2))
     assert (found.layer, found.name, found.value) == ("1", "1", "nan")
 
 
@@ -339,28 +309,13 @@ class Output:
     ids=["dict", "tuple", "nested", "dataclass", "named tuple"],
 )
 def test_outputs_of_every_kind(wrap):
-    class Wraps(nn.Module):
-        def forward(self, x: torch.Tensor) -> Any:
-            return wrap(x * math.nan)
-
-    model = nn.Sequential(nn.Linear(2, 2), Wraps())
+    model = nn.Sequential(nn.Linear(2, 2), Of(lambda self, x: wrap(x * math.nan)))
     assert broken_forward(model, torch.ones(1, 2)).layer == "1"
 
 
 def test_keyword_arguments_are_inputs():
-    class Takes(nn.Module):
-        def forward(self, *, x: torch.Tensor) -> torch.Tensor:
-            return x + 1
-
-    class Gives(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.takes = Takes()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.takes(x=x * math.nan)
-
-    found = broken_forward(Gives(), torch.ones(1, 2))
+    takes = Of(lambda self, *, x: x + 1)
+    found = broken_forward(Of(lambda self, x: self.takes(x=x * math.nan), takes=takes), torch.ones(1, 2))
     assert (found.layer, found.name) == ("", "takes")
     assert "before" in found.detail
 
@@ -382,43 +337,19 @@ def test_a_non_finite_statistic_is_named_but_a_mask_is_not():
     assert explainer.forward().name == "1.running_mean"
 
 
-class Attention(nn.Module):
-    """A module makes a mask of 0 and -inf, which softmax consumes; a later module may break."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.mask, self.scores, self.softmax, self.times = Mask(), nn.Linear(4, 4), nn.Softmax(-1), Times(factor)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.times(self.softmax(self.scores(x) + self.mask(x)))
-
-
-class Mask(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.full((4, 4), -math.inf).triu(1)
-
-
 def test_masks_are_passed_over():
-    found = broken_forward(Attention(math.nan), torch.ones(4, 4))
+    """A module makes a mask of 0 and -inf, which softmax consumes; a later module breaks."""
+    mask = Of(lambda self, x: torch.full((4, 4), -math.inf).triu(1))
+    layers = {"mask": mask, "scores": nn.Linear(4, 4), "softmax": nn.Softmax(-1), "times": multiplied(math.nan)}
+    model = Of(lambda self, x: self.times(self.softmax(self.scores(x) + self.mask(x))), **layers)
+    found = broken_forward(model, torch.ones(4, 4))
     assert (found.layer, found.value) == ("times", "nan")
 
 
 def test_a_module_that_is_non_finite_in_good_forwards_is_not_suspected():
     """A module returns a harmless +inf, which is recognised after one forward with a finite loss."""
-
-    class Inverse(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 1 / torch.zeros(2)
-
-    class Minimum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inverse, self.times = Inverse(), Times(math.nan)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.times(torch.minimum(x, self.inverse(x)))
-
-    model = Minimum()
+    layers = {"inverse": Of(lambda self, x: 1 / torch.zeros(2)), "times": multiplied(math.nan)}
+    model = Of(lambda self, x: self.times(torch.minimum(x, self.inverse(x))), **layers)
     explainer = ModelExplainer(model)
     seen = []
     for factor in (math.nan, 1.0, math.nan, math.nan):
@@ -430,29 +361,19 @@ def test_a_module_that_is_non_finite_in_good_forwards_is_not_suspected():
 
 
 def test_a_logarithm_of_zero_is_where_it_began():
-    class Log(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * 0).log()
-
-    model = nn.Sequential(Log(), nn.Linear(2, 2, bias=False), nn.Tanh())
+    log = Of(lambda self, x: (x * 0).log())
+    model = nn.Sequential(log, nn.Linear(2, 2, bias=False), nn.Tanh())
     with torch.no_grad():
         model[1].weight.copy_(torch.tensor([[1.0, -1.0], [1.0, 1.0]]))
     found = broken_forward(model, torch.ones(1, 2))
     assert (found.layer, found.value) == ("0", "inf")
-    only = broken_forward(nn.Sequential(nn.Identity(), Log()), torch.ones(1, 2))
+    only = broken_forward(nn.Sequential(nn.Identity(), log), torch.ones(1, 2))
     assert (only.layer, only.value) == ("1", "inf")
 
 
 def test_a_row_that_is_masked_in_full_is_the_softmaxs():
-    class FullRow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scores, self.softmax = nn.Linear(2, 2), nn.Softmax(-1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.softmax(self.scores(x) - math.inf)
-
-    found = broken_forward(FullRow(), torch.ones(1, 2))
+    layers = {"scores": nn.Linear(2, 2), "softmax": nn.Softmax(-1)}
+    found = broken_forward(Of(lambda self, x: self.softmax(self.scores(x) - math.inf), **layers), torch.ones(1, 2))
     assert (found.layer, found.value) == ("softmax", "nan")
 
 
@@ -488,11 +409,7 @@ def test_a_cause_found_at_once_is_warned_about_once():
 
     def three_steps() -> None:
         for _ in range(3):
-            mp.zero_grad()
-            with mp.autocast():
-                loss = model(torch.ones(1, 2)).float().square().sum()
-            mp.backward(loss)
-            mp.step()
+            mixed_step(mp, lambda: model(torch.ones(1, 2)).float().square().sum())
 
     with pytest.warns(LossScaleWarning, match="'bias' itself is not finite") as caught:
         three_steps()
@@ -513,7 +430,6 @@ def test_a_compiled_forward_is_explained_without_a_module():
 
 
 def test_a_loss_scaler_by_itself_names_the_layer_and_ends_the_search():
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     scaler = LossScaler("cpu", explainer=ModelExplainer(model), forward_nonfinite="hold")

@@ -135,10 +135,16 @@ def test_skips_caused_by_the_scale_itself(fused: bool) -> None:
     assert {skip.loss_scale for skip in scaler.skips} == {2.0**121}
 
 
-def one_step(scaler: Scaler, gradient: float = 1.0) -> torch.Tensor:
-    """Run one iteration of SGD with learning rate 1 on a single weight of 1.0."""
-    weight = torch.ones((), requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=1.0)
+def sgd(lr: float = 1.0, fused: bool = False) -> torch.optim.Optimizer:
+    """Return the optimizer of a single weight of 1.0."""
+    return torch.optim.SGD([torch.ones((), requires_grad=True)], lr=lr, fused=fused)
+
+
+def one_step(scaler: Scaler, gradient: float = 1.0, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
+    """Run one iteration of the optimizer of a single weight, by default a new one."""
+    optimizer = optimizer or sgd()
+    (weight,) = optimizer.param_groups[0]["params"]
+    optimizer.zero_grad()
     scaler.scale(weight * 1.0).backward()
     assert weight.grad is not None
     weight.grad.mul_(gradient)
@@ -256,17 +262,11 @@ def test_many_micro_batches_are_folded() -> None:
 
 def test_steps_on_the_device_are_read_after_a_while() -> None:
     """With a fused optimizer, outcomes are not read during the run, but the number of stored outcomes is bounded."""
-    weight = torch.ones((), requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.0, fused=True)
+    optimizer = sgd(0.0, fused=True)
     scaler = LossScaler.static(2.0**16, device="cpu")
     longest = 0
     for step in range(1500):
-        weight.grad = None
-        scaler.scale(weight * 1.0).backward()
-        if step % 5 == 0:
-            weight.grad.fill_(math.nan)
-        scaler.step(optimizer)
-        scaler.update()
+        one_step(scaler, math.nan if step % 5 == 0 else 1.0, optimizer)
         longest = max(longest, len(scaler._unread))
     assert 500 < longest <= 1024
     assert scaler.skipped_steps == 300
@@ -309,13 +309,7 @@ def test_presets() -> None:
 
 
 def simulated(
-    overflows: list[bool],
-    interval: int,
-    floor: float,
-    ceiling: float,
-    hysteresis: int,
-    tolerance: float,
-    static: bool,
+    overflows: list[bool], interval: int, floor: float, ceiling: float, hysteresis: int, tolerance: float, static: bool
 ) -> list[float]:
     """Simulate the rules in one loop, which ends where the scale would fall below the floor."""
     scale, clean, in_a_row, since_move, skips_since_move, scales = 8.0, 0, 0, 0, 0, []
@@ -366,14 +360,9 @@ def test_rules_against_a_simulation(overflows: list[bool], static: bool, **rules
 @given(overflows=st.lists(st.booleans(), max_size=60), interval=st.integers(1, 5), fused=st.booleans())
 def test_the_state_on_the_host_follows_the_one_on_the_device(overflows: list[bool], interval: int, fused: bool) -> None:
     scaler = LossScaler("cpu", growth_interval=interval)
-    weight = torch.ones((), requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.0, fused=fused)
+    optimizer = sgd(0.0, fused)
     for overflow in overflows:
-        weight.grad = None
-        scaler.scale(weight * 1.0).backward()
-        weight.grad.fill_(math.inf if overflow else 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+        one_step(scaler, math.inf if overflow else 1.0, optimizer)
     assert scaler.skipped_steps == sum(overflows)
     assert (scaler._state.scale, scaler._state.clean_steps) == (scaler.get_scale(), scaler._get_growth_tracker())
 
@@ -431,15 +420,10 @@ def test_bounds_and_window() -> None:
 
 def test_bounds_in_the_middle_of_a_fused_run() -> None:
     """Outcomes that are only on the device are read before the rules change."""
-    weight = torch.ones((), requires_grad=True)
-    optimizer = torch.optim.SGD([weight], lr=0.0, fused=True)
+    optimizer = sgd(0.0, fused=True)
     scaler = LossScaler("cpu", 2.0**16, growth_interval=3)
     for step in range(12):
-        weight.grad = None
-        scaler.scale(weight * 1.0).backward()
-        weight.grad.fill_(math.inf if step in (2, 7, 11) else 1.0)
-        scaler.step(optimizer)
-        scaler.update()
+        one_step(scaler, math.inf if step in (2, 7, 11) else 1.0, optimizer)
         if step == 8:
             assert (len(scaler._unread), scaler.get_scale()) == (9, 2.0**15)
             scaler.bound(2.0**2, 2.0**15)
@@ -477,7 +461,6 @@ def test_an_overflow_at_the_floor() -> None:
 
 def test_learning_rates_need_no_change() -> None:
     """Gradients are unscaled, so the weights are bit-identical at any scale (a question from the talk)."""
-    torch.manual_seed(0)
     x, y = torch.randn(16, 6), torch.randn(16, 2)
     for make in (
         lambda weights: torch.optim.SGD(weights, lr=0.05, momentum=0.9),
@@ -872,8 +855,7 @@ def test_sparse_fp16_gradients_are_coalesced_first() -> None:
     weight.grad = torch.sparse_coo_tensor(
         [[1, 1]], torch.full((2, 1), 40000.0, dtype=torch.float16), (4, 1), check_invariants=True
     )
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler.step(optimizer)
+    scaler.step(torch.optim.SGD([weight], lr=1.0))
     assert scaler.last_step_skipped
     assert weight.grad.is_coalesced()
     scaler.update()

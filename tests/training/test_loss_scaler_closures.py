@@ -9,6 +9,7 @@ import pytest
 import torch
 from equality import equal
 from torch import nn
+from trainings import closure_of
 
 from mpinspect import Inspector
 from mpinspect.training.loss_scaler import LossScaler, LossScaleWarning
@@ -76,15 +77,7 @@ def test_grad_scaler_steps_on_scaled_gradients_and_loss_scaler_does_not() -> Non
     for scaler in (torch.amp.GradScaler("cpu", 1024.0), LossScaler("cpu", 1024.0)):
         weight = torch.ones((), requires_grad=True)
         optimizer = torch.optim.SGD([weight], lr=1.0)
-
-        def closure(
-            scaler: Any = scaler, weight: torch.Tensor = weight, optimizer: torch.optim.Optimizer = optimizer
-        ) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = weight * 1.0
-            scaler.scale(loss).backward()
-            return loss
-
+        closure = closure_of(optimizer, lambda weight=weight: weight * 1.0, scaler)
         closure()
         scaler.step(optimizer, closure)
         scaler.update()
@@ -160,14 +153,7 @@ def test_a_failing_forward_is_distinguished_from_a_failing_backward() -> None:
     weight = torch.ones((), requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=4)
     values = iter([1.0, math.nan])
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = weight.square() * next(values)
-        scaler.scale(loss).backward()
-        return loss
-
-    scaler.step(optimizer, closure)
+    scaler.step(optimizer, closure_of(optimizer, lambda: weight.square() * next(values), scaler))
     with pytest.warns(LossScaleWarning, match="not finite before it was scaled"):
         scaler.update()
     assert (weight.item(), scaler.get_scale(), scaler.skips[0].phase) == (1.0, 1024.0, "forward")
@@ -346,13 +332,7 @@ def test_fp16_weights_in_a_closure() -> None:
     optimizer = torch.optim.SGD([weight], lr=1.0)
     for allow in (False, True):
         scaler = LossScaler("cpu", 8.0, allow_fp16_gradients=allow)
-
-        def closure(scaler: LossScaler = scaler) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = weight.float().sum()
-            scaler.scale(loss).backward()
-            return loss
-
+        closure = closure_of(optimizer, lambda: weight.float().sum(), scaler)
         if not allow:
             with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
                 scaler.step(optimizer, closure)

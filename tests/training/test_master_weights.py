@@ -24,7 +24,6 @@ from mpinspect.training.precision import PRECISIONS, convert_model
 
 FP16_MASTER = PRECISIONS["fp16-master"]
 MASTER_MODES = [PRECISIONS["fp16-master"], PRECISIONS["bf16-master"]]
-SMALLEST = 2.0**-24
 #: The simple network of the talk.
 N, D_IN, D_OUT = 64, 1024, 512
 
@@ -338,8 +337,7 @@ def test_a_sparse_half_gradient_is_summed_in_fp32():
 
 def test_a_missing_gradient_remains_none():
     model = small_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    masters = MasterWeights.split(model, [optimizer], FP16_MASTER)
+    masters = MasterWeights.split(model, [torch.optim.SGD(model.parameters(), lr=0.1)], FP16_MASTER)
     backward(model)
     masters.gradients_to_masters()
     assert all(master.grad is not None for _, master in masters.pairs())

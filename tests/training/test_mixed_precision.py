@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from equality import equal
+from models import Of, Times
 from torch import nn
 
 import mpinspect
@@ -242,25 +243,12 @@ class Overflows(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
-            x = Times.apply(layer(Times.apply(x, 2.0**10)), 2.0**-10) if index == 3 else layer(x)
+            x = Times.apply(layer(Times.apply(x, 2.0**10, 1.0)), 2.0**-10, 1.0) if index == 3 else layer(x)
         return x
-
-
-class Times(torch.autograd.Function):
-    """Multiplies its input, and passes gradients through unchanged."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        return x * factor
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
 
 
 @pytest.mark.parametrize("precision", SCALED)
 def test_the_layer_that_overflows_is_named(precision):
-    torch.manual_seed(0)
     model = Overflows()
     mp = mpinspect.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-6), precision, 2.0**16)
     x = torch.ones(8, 4)
@@ -276,16 +264,13 @@ def test_the_layer_that_overflows_is_named(precision):
 
 
 def test_a_forward_that_turns_nan_leaves_the_scale_and_names_the_module():
-    class Turns(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.broken, self.last = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
-            self.on = False
-
-        def forward(self, x):
-            return self.last(self.broken(self.first(x)))
-
-    model = Turns()
+    model = Of(
+        lambda self, x: self.last(self.broken(self.first(x))),
+        first=nn.Linear(8, 8),
+        broken=nn.Tanh(),
+        last=nn.Linear(8, 4),
+        on=False,
+    )
     model.broken.register_forward_hook(lambda module, inputs, output: output * float("nan") if model.on else None)
     mp = mpinspect.MixedPrecision(model, torch.optim.Adam(model.parameters()), "fp16-amp", "dynamic")
     train(mp, batches(3))

@@ -10,6 +10,7 @@ from agreeing_reports import analyse
 from equality import equal
 from quantising import quantised
 from torch import nn
+from trainings import mixed_step
 
 import mpinspect
 from mpinspect import Inspector, MixedPrecision
@@ -45,15 +46,7 @@ def made(precision: str, keep_wide=("head",), model: nn.Module | None = None, **
 
 def train(mp: MixedPrecision, steps: int) -> list[float]:
     x, y = batch()
-    losses = []
-    for _ in range(steps):
-        mp.zero_grad()
-        with mp.autocast():
-            loss = nn.functional.cross_entropy(mp.model(x), y)
-        mp.backward(loss)
-        mp.step()
-        losses.append(loss.item())
-    return losses
+    return [mixed_step(mp, lambda: nn.functional.cross_entropy(mp.model(x), y)).item() for _ in range(steps)]
 
 
 @pytest.fixture
@@ -118,8 +111,7 @@ def test_a_checkpoint_continues_to_the_bit_and_loads_into_other_precisions(preci
     again = made(precision)
     again.load(tmp_path / "checkpoint.pt")
     assert train(again, 3) == expected
-    wide = made("bf16-amp", ())
-    assert "were taken over exactly" in wide.load(tmp_path / "checkpoint.pt")
+    assert "were taken over exactly" in made("bf16-amp", ()).load(tmp_path / "checkpoint.pt")
     assert equal(made(precision).weights(), made("fp32", ()).weights())
 
 

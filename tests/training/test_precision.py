@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import Of
 from torch import nn
 from torch.nn import functional as F
 
@@ -211,7 +212,6 @@ def test_weights_beyond_fp16_are_refused_and_fit_bf16():
 @pytest.mark.parametrize("affine", [True, False])
 def test_batch_norm_in_half_loses_its_statistics_and_converted_back_does_not(affine):
     """Inputs ~ N(0, 400^2) have a variance of 160,000, beyond FP16. apex's BN_convert_float skips ``affine=False``."""
-    torch.manual_seed(0)
     half = nn.BatchNorm1d(16, affine=affine).half()
     kept = BN_convert_float(nn.Sequential(nn.BatchNorm1d(16, affine=affine)).half())[0]
     converted = convert_model(nn.Sequential(nn.BatchNorm1d(16, affine=affine)), FP16_MASTER)[0]
@@ -234,30 +234,12 @@ def test_batch_norm_in_half_loses_its_statistics_and_converted_back_does_not(aff
     assert "apex" in BN_convert_float.__doc__
 
 
-class Residual(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(x + self.norm2(self.conv2(y)))
-
-
 def test_a_residual_network_trains_a_step_with_fp32_batch_norm():
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        Residual(8),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 5),
-    )
+    layers = [each for _ in range(2) for each in (nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8))]
+    branch = nn.Sequential(*layers[:2], nn.ReLU(), *layers[2:])
+    residual = Of(lambda self, x: F.relu(x + self.branch(x)), branch=branch)
+    stem, head = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(*stem, residual, *head, nn.Linear(8, 5))
     convert_model(model, FP16_MASTER)
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     inputs: dict[nn.Module, torch.Tensor] = {}
@@ -284,7 +266,6 @@ def test_a_residual_network_trains_a_step_with_fp32_batch_norm():
 
 @pytest.mark.parametrize("affine", [False, True])
 def test_instance_norm_takes_half_inputs(affine):
-    torch.manual_seed(0)
     layer = convert_model(nn.InstanceNorm2d(4, affine=affine, track_running_stats=True), FP16_MASTER)
     reference = copy.deepcopy(layer)
     x = (torch.randn(2, 4, 6, 6) * 400).half()
@@ -389,7 +370,6 @@ def test_norms_save_only_half_tensors(name):
 
 def test_torchs_half_layer_norm_has_half_statistics_on_a_cpu():
     """The reason not to use it: for inputs far from zero, the gradient's error exceeds a percent instead of 2^-11."""
-    torch.manual_seed(0)
     x = (torch.randn(64, 64) * 20 + 30000).half()
     upstream = torch.randn(64, 64).half()
     errors = {}

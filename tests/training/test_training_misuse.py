@@ -8,6 +8,7 @@ import traceback
 import pytest
 import torch
 from equality import equal
+from models import Of
 from torch import nn
 
 import mpinspect
@@ -224,21 +225,15 @@ def test_torchs_clipping_of_the_masters_is_ours():
 # -- a forward outside autocast() ---------------------------------------------------------------------------------------
 
 
-class Product(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight
-
-
 FORWARDS = {
     "linear": (lambda: nn.Linear(4, 2), torch.ones(3, 4)),
     "convolution": (lambda: nn.Conv1d(4, 2, 1), torch.ones(3, 4, 5)),
     "recurrent": (lambda: nn.LSTM(4, 2), torch.ones(3, 2, 4)),
     "attention": (lambda: nn.TransformerEncoderLayer(4, 2, 8), torch.ones(3, 2, 4)),
-    "bare weight": (Product, torch.ones(3, 4)),
+    "bare weight": (
+        lambda: Of(lambda self, x: x @ self.weight, weight=nn.Parameter(torch.ones(4, 2))),
+        torch.ones(3, 4),
+    ),
 }
 
 

@@ -167,8 +167,8 @@ class SecondComputation(Recomputation):
         self._additions = Additions(self._kept)
         #: The first difference of numbers too large for FP32 at each line.
         self._coarse: dict[str, AmplifiedError] = {}
-        #: The records of results that are mostly error.
-        self._mostly_error: Marks[AmplifiedError] = Marks()
+        #: The records of differences that are mostly error.
+        self._differences: Marks[AmplifiedError] = Marks()
         #: The dtype that FP32 data had before.
         self._widened: Marks[torch.dtype] = Marks()
         #: The first casts to FP8 by module, phase and format, and the dtypes for whose range a clamp has bounded tensors.
@@ -494,7 +494,8 @@ class SecondComputation(Recomputation):
             record = self._record(pending, value, AmplifiedError, *origin, before=before, after=inherited)
             record = _at_its_line(record) if place else record
             self._add(pending, record, off)
-            self._mostly_error.put(value, record)
+            if pending.func.overloadpacket in DIFFERENCES:
+                self._differences.put(value, record)
         elif is_in_forward() and 0 < before <= inherited / _RAISED_TIMES and pending.func.overloadpacket not in _LOSSES:
             known = self._raised
             if known is None or known.after / known.before < inherited / before:
@@ -506,9 +507,9 @@ class SecondComputation(Recomputation):
 
         A straight-through estimator adds the difference of a number and its quantised value back to the number.
         """
-        if pending.func.overloadpacket in ADDITIONS and self._mostly_error:
+        if pending.func.overloadpacket in ADDITIONS and self._differences:
             for operand in numbers_of(pending.given[0]):
-                record = self._mostly_error.of(operand)
+                record = self._differences.of(operand)
                 if record is not None and inherited <= 2 * record.before and record in self._found[AmplifiedError]:
                     self._found[AmplifiedError].remove(record)
 

@@ -534,7 +534,7 @@ FAULTS = (
         "warning",
         _divided_in_float16,
         (_InHalf,),
-        ("gradients-zeroed", "gradients-all-zero"),
+        ("gradients-zeroed", "gradients-all-zero", "gradients-inaccurate"),
         is_of_every_step=True,
         checked=TWICE,
     ),
