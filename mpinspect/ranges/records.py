@@ -955,7 +955,17 @@ class FlushedResult(Record, kind="second-flushed"):
 
 
 class ReadNumber(Record, kind="second-read"):
-    """A 16-bit number that the loop reads, outside of modules. ``names``: the operator, the line and the phase."""
+    """A 16-bit number that the loop reads, outside of modules. ``names``: the operator, the line and the phase, and the line of
+    the sum in 16 bits that it is made of, if it is.
+
+    Args:
+        value, exact: the number, and the same computed in FP32; None in earlier sessions.
+        terms: the number of terms of that sum; 0 without one.
+    """
+
+    value: float | None = None
+    exact: float | None = None
+    terms: float = 0.0
 
 
 class SaturatedCast(Record, kind="second-saturated"):

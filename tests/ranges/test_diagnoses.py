@@ -890,6 +890,24 @@ def test_gradients_left_in_place_after_their_step_are_not_reported_as_unscaled_a
     assert "unscaled-too-often" not in ids(inspector.report())
 
 
+def test_an_optimizer_that_a_loop_only_unscales_with_unscales_new_gradients_in_each_update():
+    model = mlp()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=256.0)
+    with Inspector(model) as inspector:
+        for x, y in batches(6):
+            optimizer.zero_grad()
+            for part, target in zip(x.chunk(2), y.chunk(2), strict=True):
+                with torch.autocast("cpu", torch.float16):
+                    loss = nn.functional.cross_entropy(model(part).float(), target)
+                scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(0.1 * parameter.grad)
+            scaler.update()
+    assert "unscaled-too-often" not in ids(inspector.report())
+
+
 def targets_of(make):
     def loop(broken):
         def loss_of(model, x, y, step):

@@ -29,6 +29,7 @@ from mpinspect.ranges.records import (
     GradientsError,
     LostSum,
     MixedPowers,
+    ReadNumber,
     RoundedArgument,
     RoundedBound,
     SaturatedCast,
@@ -878,6 +879,34 @@ def test_an_overflow_that_makes_a_zero_leads_before_the_logarithm_of_it():
     assert "overflow-in-operator" not in findings(examined, overflow, precision=FP16, events=events)
 
 
+READ = ReadNumber(
+    step=18, names=("item", "t.py:9", "forward", "t.py:8"), text="bfloat16", value=0.5, exact=0.51, terms=40
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_found"),
+    [
+        ({"exact": 0.505}, True),
+        ({"exact": 0.51005}, False),
+        ({"value": 0.498, "exact": 0.505}, False),
+        ({"names": ("item", "t.py:7", "forward", "t.py:8"), "exact": 0.505}, False),
+        ({"terms": 2, "exact": 0.505}, False),
+        ({"exact": None}, False),
+    ],
+    ids=["the same", "hardly changed", "another", "at another line", "of few terms", "of an earlier session"],
+)
+def test_a_number_that_is_the_same_in_two_steps_as_its_sum_has_16_bits_is_named(change, is_found):
+    found = findings(READ, replace(READ, step=24, **change)).get("metric-stands-still")
+    assert (found is not None) is is_found
+    if is_found:
+        assert (found.severity, found.step) == ("warning", 18)
+        assert (
+            "0.5 (t.py:9). In FP32 it is 0.51 and 0.505: it is made of a sum of 40 terms in BF16 (t.py:8)"
+            in found.message
+        )
+
+
 CUT = {"lost": 0.1, "saturated": 0.1, "largest": 1e3, "bound": 448.0}
 LOG = ("log", "train.py:7", "forward", "clamp", "train.py:5")
 ZERO = ExaminedArgument(step=7, text="a logarithm of zero", elements=5, bits=16)
@@ -896,6 +925,8 @@ BATCH = ExaminedBatch(step=7, elements=5)
         ([in_head("mul", 1e5, line="train.py:9")], broken(7), "info"),
         ([in_head("log", 0.0)], broken(7), "error"),
         ([], replace(broken(7), module="body"), "info"),
+        ([], replace(broken(7), phase="backward", forward_finite=True, after=True), "error"),
+        ([], replace(broken(7), phase="backward", forward_finite=True), "info"),
     ],
 )
 def test_a_bound_that_rounds_away_is_an_error_where_it_explains_the_break(records, event, severity):

@@ -18,7 +18,7 @@ import mpinspect
 from mpinspect.ranges.capture.steps import LossLevel, StepChoice
 from mpinspect.ranges.faults.measure.second import SecondComputation
 from mpinspect.ranges.faults.measure.truncated_writes import TruncatedWrites
-from mpinspect.ranges.records import BornInfinite, GradientsError, recorded
+from mpinspect.ranges.records import BornInfinite, GradientsError, ReadNumber, recorded
 
 
 class Hub(nn.Module):
@@ -431,6 +431,27 @@ def test_the_gradients_of_masters_are_compared_where_the_loop_drops_those_of_the
     errors = [each for each in recorded(inspector.session().measurements, GradientsError) if each.text == "bfloat16"]
     assert [each.of for each in errors] == [4]
     assert 1e-3 < errors[0].error < 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_number_that_the_loop_reads_is_recorded_with_the_sum_in_16_bits_that_it_is_made_of(dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    batches = torch.randn(40, 16, 8)
+    with mpinspect.Inspector(model, optimizers=optimizer, second=[1]) as inspector:
+        for _ in range(3):
+            total = torch.zeros((), dtype=dtype)
+            with torch.no_grad():
+                for x in batches:
+                    total += model(x).square().mean().to(dtype)
+            value = (total / 40).item()
+            take_step(optimizer, model(batches[0]).square().mean())
+            if inspector.session().progress.steps == 2:
+                read_in_step_1 = value
+    numbers = list(recorded(inspector.session().measurements, ReadNumber))
+    assert [(each.terms, each.value) for each in numbers] == [(40, read_in_step_1)] * (dtype == torch.bfloat16)
+    assert all(0 < abs(each.exact - each.value) < 0.05 * each.value for each in numbers)
 
 
 EPOCH = 1_700_000_000

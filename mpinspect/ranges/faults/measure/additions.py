@@ -61,6 +61,8 @@ class RunningSums:
     def __init__(self) -> None:
         #: The running sums by the storage of the last result, and by line, with a record of an addition.
         self._sum_of: Marks[_RunningSum] = Marks()
+        #: The running sum of one element that a number is made of.
+        self._behind: Marks[_RunningSum] = Marks()
         self._sums: dict[str, tuple[AbsorbedOperand, list[_RunningSum]]] = {}
 
     def follow(
@@ -82,6 +84,17 @@ class RunningSums:
             # An operator in place has overwritten the sum as it was.
             found.add(before if pending.old is None else pending.old, local(), value)
         self._sum_of.put(value, found)
+
+    def passed_on(self, given: Sequence[Any], value: torch.Tensor) -> None:
+        """Follow a running sum of one element through a product or a cast."""
+        if value.numel() == 1 and isinstance(given[0], torch.Tensor):
+            self._behind.put(value, self._sum_of.of(given[0]) or self._behind.of(given[0]))
+
+    def behind(self, number: torch.Tensor) -> tuple[str, int]:
+        """Return the line of the running sum that a number is made of, and the number of its terms; "" and 0 without one."""
+        found = self._sum_of.of(number) or self._behind.of(number)
+        # The first addition is not counted.
+        return ("", 0) if found is None else (found.line, found.times + 1)
 
     def records(self) -> list[AbsorbedOperand]:
         """Return a record for each line whose running sums lose most of their terms, or a part of many."""

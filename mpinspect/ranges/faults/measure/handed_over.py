@@ -181,6 +181,9 @@ class HandedOver(Measuring):
             self._now.left.append(magnitudes(self._parameters))
             self._lost.backward_begins(self._now.lost, self._now.left[-1], backward.micro_batch)
         if self._now.unscaled:
+            # Cleared gradients begin anew, also in a loop that updates the weights itself.
+            cleared = {watched.name for watched in self._parameters if watched.parameter.grad is None}
+            self._now.unscaled = {name: count for name, count in self._now.unscaled.items() if name not in cleared}
             self._now.kept = magnitudes(watched for watched in self._parameters if watched.name in self._now.unscaled)
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:

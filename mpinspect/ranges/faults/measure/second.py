@@ -90,6 +90,8 @@ SUMS = frozenset(
         *(aten.linalg_vector_norm, aten.norm, aten.logsumexp, aten.var_mean, aten.embedding_dense_backward),
     }
 )
+#: Operators whose result is a running sum's mean, if they take its sum.
+_CARRYING_SUMS = frozenset({aten.div, aten.mul, *CASTS})
 #: Losses of a difference, which is judged in place of their result: a single number may be right by chance.
 _LOSSES = frozenset({aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss})
 #: Gradients of functions that rounding makes exactly 1, where the gradient is zero, and the place of the function's result.
@@ -167,6 +169,8 @@ class SecondComputation(Recomputation):
         self._additions = Additions(self._kept)
         #: The first difference of numbers too large for FP32 at each line.
         self._coarse: dict[str, AmplifiedError] = {}
+        #: The number of terms of the sum behind the number that is recorded as read.
+        self._most_terms = 0
         #: The records of differences that are mostly error.
         self._differences: Marks[AmplifiedError] = Marks()
         #: The dtype that FP32 data had before.
@@ -205,10 +209,17 @@ class SecondComputation(Recomputation):
 
     def _judge_read(self, number: torch.Tensor) -> None:
         """Judge a number that Python reads, and record the first one in 16 bits outside of modules."""
-        self._flushes.read_by_loop(number, self.twin(number))
-        if number.dtype in NARROW and not self._module() and not self._found[ReadNumber]:
-            names = ("item", innermost_line(sys._getframe()), self._phase)
-            self._found[ReadNumber].append(ReadNumber(names=names, text=dtype_name(number.dtype)))
+        twin = self.twin(number)
+        self._flushes.read_by_loop(number, twin)
+        if number.dtype not in NARROW or self._module():
+            return
+        line, terms = self._additions.sums.behind(number)
+        if not self._found[ReadNumber] or terms > self._most_terms:
+            self._most_terms = terms
+            names = ("item", innermost_line(sys._getframe()), self._phase, line)
+            exact = None if twin is None else float(twin)
+            record = ReadNumber(names=names, text=dtype_name(number.dtype), terms=float(terms))
+            self._found[ReadNumber] = [replace(record, value=float(number), exact=exact)]
 
     def _read_divisor(self, func: Any, args: tuple[Any, ...]) -> None:
         """Record the first FP16 divisor from before the step with infinities, whose quotients are zeros. Waits for the device."""
@@ -339,6 +350,8 @@ class SecondComputation(Recomputation):
             self._follow_flushed(pending, value, twin, local)
             if is_rounded:
                 self._compare_kept(pending, value, twin, local)
+        if operator in _CARRYING_SUMS:
+            self._additions.sums.passed_on(pending.given[0], value)
         if operator in SUMS and value.dtype in NARROW:
             self._compare_sum(pending, value, local())
         if is_in_forward():

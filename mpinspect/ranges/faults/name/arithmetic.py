@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from mpinspect.numeric.formats import FLOAT16
-from mpinspect.ranges.faults.name.case import Case, quoted
+from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, quoted
 from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
-from mpinspect.ranges.faults.name.operators import MATTERS
-from mpinspect.ranges.records import Positions, Statistics, Ties
+from mpinspect.ranges.faults.name.operators import MATTERS, found_at
+from mpinspect.ranges.records import Positions, ReadNumber, Statistics, Ties
 from mpinspect.ranges.session import MOST_ROWS, Event, module_named
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import bracketed, by_number, filled
+
+#: The fewest terms of a sum in 16 bits that the loop reads.
+_FEWEST_TERMS = 8
+#: A relative difference that a loop is to see.
+_SEEN = 2.0**-11
 
 # -- statistics ---------------------------------------------------------------------------------------------------------
 
@@ -35,6 +41,10 @@ class _Running(Sentences):
     FIND_LARGE_VALUES = "Find the cause of the values that are too large, infinite or NaN."
     REPAIR_BATCH = "Repair the batch, which was not finite in step {origin_step}{why}."
     REPAIR_FORWARD = "Repair the forward of {origin}, which was not finite in step {origin_step}{why}."
+    BEYOND_FP16 = (
+        "It computes in FP16, where magnitudes beyond 65504 are infinite, and its input was finite: compute it in FP32, and the "
+        "modules after it until values are below that again."
+    )
     COMPUTE_AGAIN = (
         "Then reset the running statistics; before the model is evaluated, run training batches through it in train(), which "
         "computes them again."
@@ -88,12 +98,17 @@ def _not_finite(broken: Sequence[Statistics], case: Case) -> Found:
             "have": by_number(number, "has", "have"),
             "them": by_number(number, "it", "them"),
         },
-        (_repair(dtype, origin), _Running.COMPUTE_AGAIN),
+        (_repair(dtype, origin), _Running.BEYOND_FP16.when(_is_beyond_fp16(origin)), _Running.COMPUTE_AGAIN),
         (_Running.NORM, _Running.TO_FP32.when(dtype != "float32"), _Running.RESET),
         layer=module,
         is_grave=True,
         step=first.step,
     )
+
+
+def _is_beyond_fp16(origin: Event | None) -> bool:
+    """Return whether finite values became infinite in FP16."""
+    return origin is not None and not origin.given and (origin.value, origin.dtype) == ("inf", FLOAT16.name)
 
 
 def _repair(dtype: str, origin: Event | None) -> _Running:
@@ -223,6 +238,35 @@ def _router_ties(case: Case) -> Iterator[Found]:
         return
 
 
+# -- numbers that the loop reads ----------------------------------------------------------------------------------------
+
+
+class _Metric(Sentences):
+    STANDS_STILL = (
+        "In steps {step} and {later.step} the loop reads the same number, {value:.6g} ({line}). In FP32 it is {exact:.6g} and "
+        "{later.exact:.6g}: it is made of a sum of {terms:.0f} terms in {dtype:format}{at_line}, whose neighbours lie up to "
+        "{apart:percent} apart. A schedule, an early stop or a choice of the best checkpoint that compares this number does not "
+        "see the difference."
+    )
+    IN_FP32 = "Add up in FP32 or in Python, from FP32 values."
+    TOTAL = "total += error.float().item()"
+
+
+def _metric_stands_still(case: Case) -> Iterator[Found]:
+    """A number that the loop reads, such as a validation's mean loss, and that is the same in two steps as its sum has 16 bits.
+
+    False alarms: Both numbers are measured. A loop that only prints them is not harmed.
+    """
+    read = [each for each in case.recorded(ReadNumber) if each.terms >= _FEWEST_TERMS and each.exact is not None]
+    for one, later in pairwise(read):
+        is_same = one.names[1] == later.names[1] and one.value == later.value
+        if is_same and abs(later.exact - one.exact) > _SEEN * abs(one.exact):  # type: ignore[operator, arg-type]
+            words = {"later": later, "at_line": bracketed(one.names[3])}
+            words |= {"apart": 2.0 ** (1 - SIGNIFICAND_BITS[one.text])}
+            yield found_at(one, _Metric.STANDS_STILL, _Metric.IN_FP32, _Metric.TOTAL, words, before=[one.names[3]])
+            return
+
+
 FAULTS = (
     Fault("statistics-broken", "warning", _statistics_broken, (_Running,)),
     Fault(
@@ -235,4 +279,5 @@ FAULTS = (
         checked=TWICE,
     ),
     Fault("router-ties", "warning", _router_ties, (_Tied,), checked=TWICE),
+    Fault("metric-stands-still", "warning", _metric_stands_still, (_Metric,), checked=TWICE),
 )

@@ -409,6 +409,7 @@ class _Bound(Sentences):
         "argument: {dtype:format} rounds its bound {bound:.9g} to {rounded:g}. The nearest other number is {nearest:.6g}."
     )
     BROKE = "In step {broken}, {broken_place} was no longer finite."
+    BROKE_BACKWARD = "In step {broken} the backward of {broken_place} was not finite."
     IN_FP32 = "Compute in FP32 from {bounding} ({bound_line}) to {last}."
     WIDER = "A bound that {dtype:format} holds, such as {nearest:.6g}, does as well."
 
@@ -416,19 +417,24 @@ class _Bound(Sentences):
 def _bound_rounds_away(case: Case) -> Iterator[Found]:
     """A bound that is to keep a value from the edge of an operator's domain, and that 16 bits round to that edge.
 
-    It is an error if a forward broke in the operator's module, in the loss, or in the operator's line, and an info otherwise.
+    It is an error if a forward broke in the operator's module, in the loss, or in the operator's line, or a backward just after
+    that module, and an info otherwise.
 
     False alarms: The rounding is measured. Whether a value was at the bound when the forward broke is inferred.
     """
-    bound, event = next(case.recorded(RoundedBound), None), first_event(case)
+    bound = next(case.recorded(RoundedBound), None)
+    event = min(
+        filter(None, (first_event(case), first_event(case, "backward"))), key=lambda each: each.step, default=None
+    )
     # A step with a value at its bound, which was computed twice, shows more.
     if bound is None or any(each.bound is not None for each in case.recorded(RoundedArgument)):
         return
     bounding, bound_line = bound.names[3:5]
     broke = event if event is not None and _broke_at(bound, event, case) else None
+    says = _Bound.BROKE_BACKWARD.when(broke and broke.phase == "backward") or _Bound.BROKE
     yield found_at(
         bound,
-        (_Bound.ROUNDS_AWAY, _Bound.BROKE.when(broke)),
+        (_Bound.ROUNDS_AWAY, says.when(broke)),
         (_Bound.IN_FP32, _Bound.WIDER),
         Born.CAST_BEFORE,
         {
@@ -447,6 +453,9 @@ def _bound_rounds_away(case: Case) -> Iterator[Found]:
 
 def _broke_at(bound: RoundedBound, event: Event, case: Case) -> bool:
     """Return whether a forward broke where the operator runs: in its module or the loss, and in no other known operation."""
+    if event.phase == "backward" and event.forward_finite:
+        # At the bound the operator's derivative is infinite.
+        return event.after and event.module == bound.name
     if event.forward_finite is not False or event.given:
         return False
     if any(born.names[:3] != bound.names[:3] for born in case.recorded(BornInfinite) if born.names[2] == "forward"):
