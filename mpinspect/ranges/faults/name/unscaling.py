@@ -131,9 +131,9 @@ def _unscale_missing(case: Case) -> Iterator[Found]:
 def _changed(case: Case) -> list[ChangedWhileScaled]:
     """Return the measured changes of gradients before they were unscaled, by one factor or to one limit.
 
-    Others may be averages over replicas.
+    Others may be averages over replicas. A norm that is infinite makes zeros, and its steps come last.
     """
-    return [
+    found = [
         each
         for each in case.recorded(ChangedWhileScaled)
         if not math.isnan(each.factor)
@@ -144,6 +144,7 @@ def _changed(case: Case) -> list[ChangedWhileScaled]:
             or any(_are_clipped_together(each, others) for others in case.recorded(ChangedBeforeStep))
         )
     ]
+    return sorted(found, key=lambda each: each.factor == 0)
 
 
 def _are_clipped_together(scaled: ChangedWhileScaled, unscaled: ChangedBeforeStep) -> bool:
