@@ -96,10 +96,17 @@ def test_steps_on_gradients_of_a_scale_that_changed_are_reported(multiplied, div
 
 
 @pytest.mark.parametrize(
-    ("limits", "is_found"), [((1e-3, math.inf), True), ((1e3, math.inf), False), ((math.inf, 1e-3), False)]
+    ("limits", "divisor", "is_found"),
+    [
+        ((1e-3, math.inf), 1024.0, True),
+        ((1e3, math.inf), 1024.0, False),
+        ((math.inf, 1e-3), 1024.0, False),
+        ((1e-3, math.inf), 1.0, False),
+    ],
+    ids=["before", "at a large norm", "after", "without a division"],
 )
-def test_a_clip_before_the_division_by_a_loops_own_scale_is_reported(limits, is_found):
-    found = by_hand(lambda step: 1024.0, lambda step: 1024.0, limits=limits)
+def test_a_clip_before_the_division_by_a_loops_own_scale_is_reported(limits, divisor, is_found):
+    found = by_hand(lambda step: 1024.0, lambda step: divisor, limits=limits)
     assert ("unscale-missing" in found) is is_found
     if is_found:
         assert (found["unscale-missing"].step, found["unscale-missing"].evidence["loss_scale"]) == (0, 1024.0)

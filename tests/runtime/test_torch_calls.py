@@ -54,7 +54,7 @@ def test_a_compiled_clipping_is_traced_through_and_gives_the_same() -> None:
         nn.utils.clip_grad_norm_(parameters, 1.0)
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    def listener(given: object, norm: object) -> None:
+    def listener(given: object, limit: object, norm: object) -> None:
         received.append(norm)
 
     expected = clipped()

@@ -52,6 +52,8 @@ _MOST_BACKWARDS, _MOST_IF_LOST = 4, 32
 _HOW_CALLED = {None: "not_called", True: "called", False: "without_graph"}
 #: Ratios that differ by at most this relative amount count as equal, because FP32 rounds each element separately.
 _SAME = 1e-3
+#: torch adds it to the norm by which it divides a limit.
+_EPSILON = 1e-6
 #: A clip that multiplies scaled gradients by less changes the step.
 _CLIPPED = 0.9
 #: Gradients that are smaller by this factor or more at the masters count as divided, for example by a loss scale.
@@ -89,6 +91,7 @@ class _Step:
         backwards: the number of the step's backwards.
         is_scaled: whether a scaler multiplied losses.
         scale: the loss scale of the last backward; None if the host does not know it.
+        clip: the limit and the norm of the first clip of gradients that carry the loop's own scale; None without one.
         multiplied_by: the constant factor that the loop applied to the loss of the last backward; None without one.
         lr: the learning rate of the first parameter group of the last optimizer that stepped; NaN if it is no number or the
             optimizer is not torch's.
@@ -114,6 +117,7 @@ class _Step:
     backwards: int = 0
     is_scaled: bool = False
     scale: float | None = None
+    clip: tuple[float, HostCopy] | None = None
     multiplied_by: float | None = None
     lr: float = math.nan
     scaled: set[str] = field(default_factory=set)
@@ -130,7 +134,8 @@ class _Step:
         found = [*(each for parts in self.moments.values() for each in parts), *self.left, *(self.again or ())[:1]]
         if self.divided_early and self.kept is not None:
             found.append(self.kept)
-        return [copy for each in found for copy in each.copies()] + self.lost.copies()
+        norms = [] if self.clip is None else [self.clip[1]]
+        return [copy for each in found for copy in each.copies()] + self.lost.copies() + norms
 
     def read(self, moment: str) -> dict[str, float]:
         """Return the magnitudes at a moment, by name."""
@@ -220,10 +225,11 @@ class HandedOver(Measuring):
 
     def clipping(self, parameters: list[WatchedParameter], limit: object, norm: torch.Tensor) -> None:
         """Record the gradients that a loop with a scale of its own is about to clip."""
-        is_first = self.at_work and not self._now.moments["clipped"]
+        is_first = self.at_work and not self._now.is_scaled and self._now.clip is None and is_plain(norm)
         # A loop may clip to infinity for the norm alone.
-        is_limited = not isinstance(limit, float) or limit < math.inf
-        if is_first and is_limited and not self._now.is_scaled and (self._now.scale or 0) > 1:
+        largest = float(limit) if isinstance(limit, (int, float)) else math.inf
+        if is_first and largest < math.inf and (self._now.scale or 0) > 1:
+            self._now.clip = largest, HostCopy(norm.detach().reshape(1).float())
             self._add("clipped", parameters)
 
     def unscaling(self, optimizer: torch.optim.Optimizer) -> None:
@@ -421,8 +427,14 @@ def _scaled_by_loop(step: int, seen: _Step) -> Iterator[_ScaledByLoop]:
 def _clipped_by_loop(seen: _Step, given: Mapping[str, float], handed: Mapping[str, float]) -> Record:
     """Return the change by a clip of gradients that the loop divides by its own scale afterwards."""
     undivided = {name for name, ratio in ratios(given, seen.read("clipped")).items() if ratio == 1}
-    changed = {name: ratio * (seen.scale or 1.0) for name, ratio in ratios(given, handed).items() if name in undivided}
-    return _change(ChangedWhileScaled, changed, [name for name, ratio in changed.items() if ratio < _CLIPPED])
+    changed = _change(Change, {name: each for name, each in ratios(given, handed).items() if name in undivided}, ())
+    if seen.clip is None or not changed.is_uniform or not seen.scale:
+        return ChangedWhileScaled(factor=1.0)
+    limit, norm = seen.clip
+    clip = limit / (float(norm.values()[0]) + _EPSILON)
+    is_divided = math.isclose(changed.factor * seen.scale, clip, rel_tol=_SAME)
+    names = tuple(undivided) if is_divided and clip < _CLIPPED else ()
+    return ChangedWhileScaled(factor=clip, is_uniform=True, of=changed.of, names=names)
 
 
 def _changed_in_masters(seen: _Step, given: Mapping[str, float], handed: Mapping[str, float]) -> Iterator[Record]:

@@ -590,7 +590,13 @@ STANDS_STILL = Fault(
 )
 GONE = (
     Fault("clipped-after-copy", "warning", _clipped_late, (_Late,)),
-    Fault("gradients-clipped-to-zero", "error", _clipped_to_zero, (_Clipped, FP32Weights), ("non-finite-event",)),
+    Fault(
+        "gradients-clipped-to-zero",
+        "error",
+        _clipped_to_zero,
+        (_Clipped, FP32Weights),
+        ("non-finite-event", "gradients-inaccurate"),
+    ),
     Fault("gradients-zeroed", "error", _zeroed, (_Zeroed,)),
 )
 OF_EARLIER_STEPS = (
