@@ -84,7 +84,8 @@ class Inspector:
             added automatically if parameters are stored in FP16 or BF16.
         include, exclude: shell patterns over dotted paths of modules and parameters. Activations are captured for
             modules without submodules, and for containers that ``include`` names without wildcards.
-        loss_scale: for loops that scale the loss by hand: the scale, or a callable that returns it at each backward.
+        loss_scale: for loops that scale the loss by hand: the scale, or a callable that returns it at each backward. A power of
+            two from 128 on by which the loop multiplies the loss last is found without it.
         log_dir: directory for the session file and the TensorBoard log; None stores everything in memory. If it holds another
             run, or several ranks pass the same one, the next free sibling name is used (``runs/a-2``), with a warning. A
             relative path is resolved now, before any change of the working directory. A script that ends without ``detach``
