@@ -143,6 +143,7 @@ def test_a_floor_of_a_loops_own_scale_at_which_all_gradients_overflow_is_reporte
     found = until_it_overflows(2.0**19)["scale-too-high"]
     assert (found.severity, found.step, found.evidence["loss_scale"]) == ("error", 6, 2.0**19)
     assert "No optimizer step followed in the last 34 backwards" in found.message
+    assert found.code == "# after each backward that overflows\nscale = scale / 2"
 
 
 def test_a_loops_own_scale_that_still_falls_at_the_end_is_not_reported_as_staying():

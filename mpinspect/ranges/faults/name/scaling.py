@@ -300,6 +300,11 @@ class _High(Sentences):
     DYNAMIC = "Let a dynamic scaler find the scale."
     BEGIN = "Begin at {recommended:scale}, and let the scaler lower it by itself."
     SCALE_BY = "Scale by {recommended:scale}, and let a scaler skip steps that overflow."
+    LOWER_FURTHER = (
+        "Let the loop lower its scale after each overflow, without a lower bound, or use torch.amp.GradScaler in place of "
+        "it."
+    )
+    HALVE = "# after each backward that overflows\nscale = scale / 2"
     UPDATE = "Call scaler.update() without an argument after each scaler.step(): it lowers the scale after an overflow."
     STEP_AND_UPDATE = "# after {at_step}\nscaler.update()"
     BACKOFF = (
@@ -334,6 +339,8 @@ def _scale_too_high(case: Case) -> Iterator[Found]:
     code: _High | Scaler = Scaler.NEW
     if wanted:
         fix, code = _High.BEGIN.when(case.scalers) or _High.SCALE_BY, Scaler.BEGINNING_AT
+    if stopped is not None:
+        fix, code = _High.LOWER_FURTHER, _High.HALVE
     is_hidden = on_replaced and case.scalers
     outcome = _High.STEPPED_ON_REPLACED.when(on_replaced) or _High.STEPPED.when(stepped)
     outcome = outcome or _High.STOPPED.when(stopped) or _High.SKIPPED
