@@ -401,6 +401,21 @@ def test_a_cast_to_fp8_that_loses_small_values_below_an_unused_range_is_named(si
         assert "a scale that uses them keeps the small ones" in flushed.message
 
 
+@pytest.mark.parametrize("broken", [math.inf, math.nan])
+def test_a_cast_to_fp8_of_rows_that_vanish_beside_an_infinity_is_judged(broken):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    x = 1e-7 * torch.randn(16, 8)
+    x[0, 0] = broken
+
+    def loss_of(_):
+        return (model(x.to(torch.float8_e5m2).float()).nan_to_num().clamp(-1, 1)).square().mean()
+
+    inspector = inspected(model, loss_of, 4, second=[1])
+    assert "operator-flushes" in by_id(inspector)
+    assert inspector.session().notes == ()
+
+
 def test_the_gradient_of_a_cast_in_the_forward_is_cast_to_fp8_too():
     class Rounded(CastHead):
         def forward(self, x):

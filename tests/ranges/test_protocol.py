@@ -11,6 +11,7 @@ from torch import nn
 from trainings import take_step
 
 from mpinspect import Inspector
+from mpinspect.ranges.capture.backward_scale import constant_factor
 
 
 def by_hand(
@@ -73,6 +74,15 @@ def test_a_loss_divided_by_the_inverse_scale_is_recognised():
         lambda step: 256.0, lambda step: 128.0 if step == 2 else 256.0, of_loss=lambda loss, scale: loss / (1 / scale)
     )
     assert found["divided-by-another-scale"].step == 2
+
+
+def test_a_factor_whose_saved_tensors_are_packed_is_not_read():
+    """Unpacking may repeat a forward."""
+    loss, unpacked = torch.ones((), requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: unpacked.append(kept) or kept):
+        packed = loss * torch.tensor(1024.0)
+    assert (constant_factor([packed]), unpacked) == (None, [])
+    assert constant_factor([loss * 1024.0 / 4]) == 1024.0
 
 
 @pytest.mark.parametrize(

@@ -433,6 +433,24 @@ def test_the_gradients_of_masters_are_compared_where_the_loop_drops_those_of_the
     assert 1e-3 < errors[0].error < 0.1
 
 
+def test_an_optimizer_of_another_model_has_no_masters_of_this_one():
+    """Its biases are zeros, as this model's are."""
+    torch.manual_seed(0)
+    model, other = nn.Linear(8, 4).bfloat16(), nn.Linear(8, 4)
+    for each in (model, other):
+        nn.init.zeros_(each.bias)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (model, other)]
+    with mpinspect.Inspector(model, optimizers=optimizers[0], second=[1]) as inspector:
+        for _ in range(3):
+            x = torch.randn(16, 8)
+            (other(x).square().mean() + model(x.bfloat16()).float().square().mean()).backward()
+            for each in reversed(optimizers):
+                each.step()
+                each.zero_grad()
+    errors = [each for each in recorded(inspector.session().measurements, GradientsError) if each.text == "bfloat16"]
+    assert [each.of for each in errors] == [2]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_number_that_the_loop_reads_is_recorded_with_the_sum_in_16_bits_that_it_is_made_of(dtype):
     torch.manual_seed(0)

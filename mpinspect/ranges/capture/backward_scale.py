@@ -121,6 +121,9 @@ def constant_factor(losses: Sequence[torch.Tensor]) -> float | None:
     """
     node: Any = losses[0].grad_fn if len(losses) == 1 else None
     while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
+        if getattr(node._raw_saved_other, "unpack_hook", None) is not None:
+            # Unpacking may repeat a whole forward, as activation checkpointing does.
+            return None
         try:
             other = node._saved_other
         except (AttributeError, RuntimeError):

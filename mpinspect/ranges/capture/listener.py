@@ -96,6 +96,9 @@ class Listener(Guarded):
         forget_caller()
         starts = given if isinstance(given, (list, tuple)) and not isinstance(given, GradientEdge) else (given,)
         edges = [each for each in starts if isinstance(each, GradientEdge)]
+        if edges:
+            # Of a gradient that a pipeline passes on, no factor is known.
+            self._scale.backward_called([])
         if edges and self._clock.in_forward:
             for observer in self._dispatcher.at_work:
                 observer.backward_called_on_edges(edges)

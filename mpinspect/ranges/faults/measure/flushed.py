@@ -181,7 +181,8 @@ class Flushes:
         rows = _vanishing_rows(is_lost, sizes) if is_in_forward() and not is_whole else 0.0
         if is_whole or rows >= _VANISHING_ROWS or (lost >= _MISSCALED and unused >= _UNUSED):
             figures = {"flushed": count / of, "elements": float(of), "largest": float(flushed.max())}
-            figures |= {"lost": lost, "unused": math.floor(math.log2(unused))}
+            # Infinities and NaNs leave no range to use.
+            figures |= {"lost": lost, "unused": math.floor(math.log2(unused)) if unused > 0 else 0}
             record = describe(FlushedResult, rows=rows if rows >= _VANISHING_ROWS else 0.0, **figures)
             line = record.names[1]
             self.casts[line] = _together([*filter(None, [self.casts.get(line)]), record])

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -136,18 +136,20 @@ class Recomputation:
             if not self.is_over:
                 self._forget(list(stepped.values()))
 
-    def _masters(self, stepped: Iterable[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that an optimizer steps in place of the model's weights, with the weights' names.
+    def _masters(self, stepped: Collection[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """Return the tensors that an optimizer steps in place of the model's weights, with the weights' names.
 
-        Before the step each weight is its master, rounded.
+        Before the step each weight is its master, rounded. Empty if any tensor has no such weight, as for another model's
+        optimizer. Waits for the device.
         """
-        weights = [(name, each) for name, each in self._parameters if has_numbers(each)]
-        for master in stepped:
+        weights, found = [(name, each) for name, each in self._parameters if has_numbers(each)], []
+        for master in filter(has_numbers, stepped):
             alike = (pair for pair in weights if pair[1].shape == master.shape)
             of = next((pair for pair in alike if torch.equal(pair[1], master.to(pair[1]))), None)
             if of is not None:
                 weights.remove(of)
-                yield of[0], master
+                found.append((of[0], master))
+        return found if len(found) == len(stepped) else []
 
     # -- the operators ----------------------------------------------------------------------------------------------
 

@@ -42,8 +42,8 @@ class _Running(Sentences):
     REPAIR_BATCH = "Repair the batch, which was not finite in step {origin_step}{why}."
     REPAIR_FORWARD = "Repair the forward of {origin}, which was not finite in step {origin_step}{why}."
     BEYOND_FP16 = (
-        "It computes in FP16, where magnitudes beyond 65504 are infinite, and its input was finite: compute it in FP32, and the "
-        "modules after it until values are below that again."
+        "It computes in FP16, where magnitudes beyond 65504 are infinite: compute it in FP32, and the modules after it until "
+        "values are below that again."
     )
     COMPUTE_AGAIN = (
         "Then reset the running statistics; before the model is evaluated, run training batches through it in train(), which "

@@ -329,8 +329,8 @@ class _Flush(Sentences):
         "{rows:percent} of the rows to zero: others are so much larger. Its lost inputs are up to {largest:.2g}."
     )
     UNUSED = (
-        "These are {lost:percent} of the sum of magnitudes. The largest value is {unused:.0f} powers of two below the end of "
-        "{dtype:format}'s range: a scale that uses them keeps the small ones."
+        "The flushed values are {lost:percent} of the sum of magnitudes. The largest value is {unused:.0f} powers of two below "
+        "the end of {dtype:format}'s range: a scale that uses them keeps the small ones."
     )
     SPOILS = "With it, the gradients of the weights are off by {off_by} of their size, all together{in_step}."
     SCALE_ROWS = (
