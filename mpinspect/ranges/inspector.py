@@ -29,7 +29,7 @@ from mpinspect.ranges.capture.recording import MpinspectWarning, Recording, warn
 from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.faults.measure.second_steps import SecondSteps
 from mpinspect.ranges.faults.observers import diagnosing_observers
-from mpinspect.ranges.kinds import DEFAULT_KINDS, KINDS, UPDATE
+from mpinspect.ranges.kinds import ACTIVATION, DEFAULT_KINDS, INFERENCE_KINDS, KINDS, UPDATE
 from mpinspect.ranges.report.tensorboard_curves import MOST_CURVES, check_curves
 from mpinspect.ranges.session import Event, RunInfo, Session
 from mpinspect.ranges.store.sinks import open_sinks
@@ -118,6 +118,8 @@ class Inspector:
         recipes: names of recipes of FP8 and FP4 ("mxfp8", "nvfp4"; ``numeric.recipes.RECIPES``). The report then has a table of
             the loss by each in every Linear layer's products, measured in the first, second, fourth, eighth, ... sampled step
             (``compare_recipes`` has the details). Such a step takes several times as long, and waits for the GPU.
+        inference: each forward of the model is a step, since no backward follows: activations are counted (``capture``:
+            "activation", "weight"), and ``second`` compares the outputs. mpinspect run recognises such scripts.
         curves: number of tensors of each kind that have scalars of their own in the TensorBoard log, those that lose most to
             flushing; None: all. Histograms and session hold every tensor.
 
@@ -154,8 +156,9 @@ class Inspector:
         tracker: str | Tracker | None = None,
         recipes: str | Iterable[str] = (),
         curves: int | None = MOST_CURVES,
+        inference: bool = False,
     ) -> None:
-        _check(model, watch=watch, eager_samples=eager_samples)
+        _check(model, watch=watch, eager_samples=eager_samples, inference=inference)
         check_curves(curves)
         has_limit, max_overhead = max_overhead is None, _finite_share(max_overhead)
         if every is not None and not isinstance(every, Schedule):
@@ -166,13 +169,14 @@ class Inspector:
         parameters = model_layers.find_parameters(model, selection)
         on_device = any(watched.parameter.device.type not in ("cpu", "meta") for watched in parameters)
         self._schedule = every or (_ON_DEVICES if on_device else Schedule())
-        kinds = _kinds(capture, parameters)
+        kinds = _kinds(capture, parameters, inference)
         self._recipes = _recipes(recipes, kinds)
         info = RunInfo(
             *(class_of(model).__name__, timestamp(), kinds, self._schedule.every, watch, _versions(), max_overhead),
             *(*rank_and_world(), selection.include or (), selection.exclude),
             devices_named(watched.parameter.device for watched in parameters),
             model_layers.numbered(found),
+            inference,
         )
         # The ranks of a job sample the same steps.
         self._is_limited = has_limit and info.world_size == 1
@@ -312,7 +316,13 @@ class Inspector:
             limit=USUAL_LIMIT if self._is_limited else None,
             eager_samples=self._eager_samples,
             diagnosing=partial(diagnosing_observers, recipes=self._recipes),
+            forward_follows=self._forward_follows if info.inference else None,
         )
+
+    def _forward_follows(self) -> None:
+        """Begin or end a step that is computed twice: a forward of an inference follows another one."""
+        if self._second_steps is not None:
+            self._second_steps.step_may_have_ended()
 
     def _new_second_steps(self, model: torch.nn.Module, second: bool | Iterable[int]) -> SecondSteps | None:
         """Return the observer of the steps that are computed twice; None if there are none."""
@@ -323,7 +333,7 @@ class Inspector:
             raise TypeError(f"second={second!r}: give True, or the numbers of the steps to compute twice")
         if any(step < 0 for step in steps or ()):
             raise ValueError(f"second={second!r}: steps have numbers from 0 on")
-        return SecondSteps(model, steps, self._capture.clock, self._recording)
+        return SecondSteps(model, steps, self._capture.clock, self._recording, self._recording.info.inference)
 
     def _find_run(self) -> None:
         if self._tracking is not None:
@@ -399,12 +409,16 @@ def _scale_by_hand(loss_scale: Any) -> float | Callable[[], Any] | None:
     return float(loss_scale)
 
 
-def _kinds(asked: Iterable[str], parameters: Iterable[model_layers.WatchedParameter]) -> tuple[str, ...]:
-    wanted = set(model_layers.several(asked))
+def _kinds(
+    asked: Iterable[str], parameters: Iterable[model_layers.WatchedParameter], inference: bool
+) -> tuple[str, ...]:
+    wanted = {ACTIVATION} if inference and asked is DEFAULT_KINDS else set(model_layers.several(asked))
     unknown = sorted(wanted.difference(KINDS))
     if unknown:
         raise ValueError(f"capture names unknown kinds {unknown}; there are {', '.join(KINDS)}")
-    if any(watched.parameter.dtype in (torch.float16, torch.bfloat16) for watched in parameters):
+    if inference and wanted.difference(INFERENCE_KINDS):
+        raise ValueError(f"capture={tuple(sorted(wanted))!r}: an inference has activations and weights alone")
+    if not inference and any(watched.parameter.dtype in (torch.float16, torch.bfloat16) for watched in parameters):
         wanted.add(UPDATE)
     return tuple(kind for kind in KINDS if kind in wanted)
 

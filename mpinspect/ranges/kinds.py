@@ -64,6 +64,8 @@ GRADIENT_KINDS = tuple(kind.name for kind in TABLE if kind.is_scaled)
 PARAMETER_KINDS = tuple(kind.name for kind in TABLE if kind.is_of_parameters)
 OUTPUT_KINDS = tuple(kind.name for kind in TABLE if not kind.is_of_parameters)
 DEFAULT_KINDS = tuple(kind.name for kind in TABLE if kind.is_default)
+#: The kinds of a forward without a backward.
+INFERENCE_KINDS = (ACTIVATION, WEIGHT)
 
 _BY_NAME = {kind.name: kind for kind in TABLE}
 _PHRASES = {kind.name: kind.phrase for kind in TABLE} | {"gradient": "the gradient"}

@@ -1061,8 +1061,14 @@ class AmplifiedError(Record, kind="second-amplified"):
     typical: float | None = None
 
 
+#: Stands for the outputs of an inference where a training has the name of a weight, whose gradient is off.
+OUTPUTS = "outputs()"
+
+
 class GradientsError(Record, kind="second-gradients"):
-    """The error of all weights' gradients together, with the operator whose line raises errors most if the error is large.
+    """The error of all weights' gradients together, or of the outputs of an inference.
+
+    If the error is large, it has the operator whose line raises errors most.
 
     ``names``: the operator, its line and phase, an empty name, and the operator, line, module and dtype of the rounding that made
     most of its operands' error, if any did.
@@ -1073,6 +1079,7 @@ class GradientsError(Record, kind="second-gradients"):
         size: the norm of the exact gradients.
         zeroed: the norm of the exact gradients' elements that are zero in the run, relative to that of the error.
         share: the operator's line's share of the growth of errors in all lines, 0..1.
+        of_outputs: 1 for the outputs of an inference.
     """
 
     error: float = 0.0
@@ -1081,6 +1088,7 @@ class GradientsError(Record, kind="second-gradients"):
     size: float = 0.0
     zeroed: float = 0.0
     share: float = 0.0
+    of_outputs: float = 0
 
 
 #: The least error of all gradients for which FP32 is called too coarse.

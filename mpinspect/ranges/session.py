@@ -363,6 +363,7 @@ class RunInfo:
     ``rank`` of ``world_size`` processes wrote it; a single process is rank 0 of 1. ``include`` and ``exclude`` are the user's
     patterns of names to watch; empty by default. ``devices`` names the devices of the parameters; "" if unknown (arrays, older
     files). ``numbered``: by path, the classes of the modules whose path ends in a number and whose outputs are not counted.
+    ``inference``: each step is a forward, since no backward follows.
     """
 
     model: str = ""
@@ -378,6 +379,7 @@ class RunInfo:
     exclude: tuple[str, ...] = ()
     devices: str = ""
     numbered: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    inference: bool = False
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,9 @@ class Seen:
             # The child processes did the training.
             return []
         made = _count(self.optimizers, "optimizer was", "optimizers were") + " made"
+        if self.models and not self.backwards and not self.optimizers:
+            models = _count(self.models, "model was", "models were")
+            return [f"no training was detected: {models} inspected in inference, where each forward is a step"]
         if self.models and not self.backwards:
             return [f"{made}; {_count(self.models, 'model was', 'models were')} called, and no backward ran"]
         if self.models:

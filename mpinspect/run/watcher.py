@@ -13,10 +13,12 @@ import torch
 from mpinspect.reporting.active_run import ActiveRun
 from mpinspect.run.models.attach_lock import AttachLock
 from mpinspect.run.models.compiled import Compiled
+from mpinspect.run.models.inference import OutermostCalls
 from mpinspect.run.models.torch_patches import TorchPatches
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Recordings, Seen
 from mpinspect.runtime.guard import Guarded, guarded
+from mpinspect.runtime.wrappers import unwrapped
 
 if TYPE_CHECKING:
     from mpinspect.ranges.faults.measure.prepared import Preparation
@@ -58,12 +60,18 @@ class Watcher(Guarded):
         self._patches = TorchPatches(self)
         self._parts: _Parts | None = None
         self._preparation: Preparation | None = None
+        #: The records of what the script computed before its first step.
+        self._found_before: list[Record] = []
+        #: Finds the models of a script that trains nothing; None once it trains.
+        self._outermost: OutermostCalls | None = None
 
     def install(self) -> None:
         """Patch torch; most of mpinspect is imported only when the script makes an optimizer or runs a backward."""
         self._active = True
         self._patches.install()
         self._prepare()
+        self._outermost = OutermostCalls(self.model_called, self.seen)
+        self._outermost.begin()
 
     @guarded
     def _prepare(self) -> None:
@@ -80,7 +88,9 @@ class Watcher(Guarded):
             self._preparation.end()
 
     def _prepared(self) -> list[Record]:
-        return [] if self._preparation is None else self._preparation.records()
+        if self._preparation is not None:
+            self._found_before += self._preparation.records()
+        return self._found_before
 
     def finish(self) -> Recordings:
         """Remove the patches, detach from every model (waits for the GPU) and return the recordings. Never raises."""
@@ -111,6 +121,8 @@ class Watcher(Guarded):
         Takes no lock: another thread of the parent may have held it at the fork.
         """
         self._active = False
+        if self._outermost is not None:
+            self._outermost.end()
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.attaching.give_up()
@@ -126,6 +138,25 @@ class Watcher(Guarded):
         self._patches.watch_backwards_ends(by_hand)
         self._patches.watch_backwards(by_hand or not parts.backwards.settled)
 
+    def model_called(self, model: torch.nn.Module) -> None:
+        """Inspect a model that the script calls, as long as nothing is trained."""
+        with self._lock.held():
+            parts = self._made()
+            if not any(each.inspector.model is unwrapped(model) for each in parts.models.all):
+                parts.attaching.inspect_inference(model, parts.one_step.forward_follows)
+            parts.one_step.inference_begins()
+
+    def _training_begins(self) -> None:
+        """Drop the records of models that were only called so far, since the script trains."""
+        if self._outermost is None:
+            return
+        self._outermost.end()
+        self._outermost, parts, self._parts = None, self._parts, None
+        if parts is not None:
+            parts.attaching.give_up()
+            parts.one_step.abandon()
+            parts.models.drop()
+
     # -- called by TorchPatches: these must not raise --------------------------------------------------------------------
 
     @guarded
@@ -134,6 +165,7 @@ class Watcher(Guarded):
         if not self._active or not isinstance(getattr(optimizer, "param_groups", None), list):
             return
         with self._lock.held():
+            self._training_begins()
             self.seen.optimizers += 1
             self._known.add(id(optimizer))
             parts = self._made()
@@ -148,6 +180,7 @@ class Watcher(Guarded):
         if not self._active:
             return
         with self._lock.held():
+            self._training_begins()
             self.seen.backwards += 1
             parts = self._made()
             parts.backwards.begins(tensors)
@@ -159,6 +192,7 @@ class Watcher(Guarded):
         if not self._active:
             return
         with self._lock.held():
+            self._training_begins()
             parts = self._made()
             if self.seen.optimizers and parts.backwards.settled:
                 return
@@ -206,6 +240,8 @@ class Watcher(Guarded):
         # Some versions of torch compile nothing under a dispatch mode.
         self._end_preparation()
         with self._lock.held():
+            # torch warns of global hooks on compiled modules.
+            self._training_begins()
             self._compiled.add(given)
             if self._parts is not None:
                 self._parts.attaching.leave_compiled()
@@ -244,6 +280,8 @@ class Watcher(Guarded):
         with self._lock.held():
             self._patches.remove()
             parts = self._parts
+            if self._outermost is not None:
+                self._outermost.end()
             if parts is None:
                 for sentence in self._preparation.absorbed() if self._preparation is not None else ():
                     self.seen.note(sentence)

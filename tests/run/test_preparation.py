@@ -6,7 +6,7 @@ from agreeing_reports import analyse
 from torch import nn
 from watched_training import train, watched
 
-from mpinspect.ranges.faults.measure import prepared
+from mpinspect.ranges.faults.measure import prepared, second_steps
 from mpinspect.ranges.records import PreparedError, recorded
 
 FAULT = "prepared-in-16-bits"
@@ -251,9 +251,10 @@ def test_a_failure_costs_the_look_and_one_note(tmp_path, monkeypatch):
 
 
 def test_nothing_is_computed_twice_while_a_graph_is_captured(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepared, "is_capturing", lambda: True)
     with watched(tmp_path) as run:
-        table = torch.arange(300, dtype=torch.bfloat16).mul(1.01).sin()
+        with monkeypatch.context() as patched:
+            patched.setattr(second_steps, "is_capturing", lambda: True)
+            table = torch.arange(300, dtype=torch.bfloat16).mul(1.01).sin()
         assert torch._C._len_torch_dispatch_stack() == 0
         _trained()
     assert (_errors(run), run.seen.notes) == ([], [])

@@ -102,6 +102,9 @@ def _parts(session: Session) -> Iterator[str]:
     # An optimizer of masters receives the masters' gradients, not the model's.
     if precision.gradients and not precision.has_masters and set(precision.gradients) != set(precision.weights):
         yield _by_share(precision.gradients, "gradients")
+    if session.info.inference:
+        yield "inference"
+        return
     if precision.optimizers:
         yield from dict.fromkeys(map(_optimizer, precision.optimizers))
     else:

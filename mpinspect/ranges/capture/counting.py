@@ -87,11 +87,18 @@ class Counting(Observer):
         parameters: the model's parameters; only weights marked as ``counted`` are counted.
         tally: receives the samples.
         precision: determines the format that gradients were rounded to.
+        is_inference: whether forwards without gradients are counted.
     """
 
     def __init__(
-        self, kinds: Collection[str], parameters: Sequence[WatchedParameter], tally: Tally, precision: StepPrecision
+        self,
+        kinds: Collection[str],
+        parameters: Sequence[WatchedParameter],
+        tally: Tally,
+        precision: StepPrecision,
+        is_inference: bool = False,
     ) -> None:
+        self._is_inference = is_inference
         self._parameters, self._tally, self._precision = parameters, tally, precision
         self._counts_weights = WEIGHT in kinds
         self._counts_outputs = ACTIVATION in kinds
@@ -135,8 +142,8 @@ class Counting(Observer):
             self.not_needed.add(key)
 
     def _is_first(self, call: Call) -> bool:
-        """Return whether to count a call's outputs: with gradients enabled, and only once if a checkpoint recomputes them."""
-        if not torch.is_grad_enabled():
+        """Return whether to count a call's outputs: in a training with gradients enabled, and once if they are recomputed."""
+        if not (torch.is_grad_enabled() or self._is_inference):
             return False
         if call.recomputed:
             return call.layer.path not in self._counted_layers

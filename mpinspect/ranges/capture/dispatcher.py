@@ -73,8 +73,11 @@ class Dispatcher(Guarded):
         scalers: Collection[Any],
         recording: Recording,
         eager_samples: bool,
+        forward_follows: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(recording.note)
+        #: In an inference, where each forward is a step: called when one follows another. None in a training.
+        self._forward_follows = forward_follows
         self.clock, self._pace, self.optimizers, self._recording = clock, pace, optimizers, recording
         me = weakref.ref(self)
         self._hooks = ModelHooks(me)
@@ -143,14 +146,17 @@ class Dispatcher(Guarded):
         # A forward during a backward is recomputed by activation checkpointing. Its outputs are not counted again, but in
         # reentrant checkpointing the gradients arrive at these recomputed tensors.
         recomputed = torch._C._current_graph_task_id() != -1
-        in_training = (recomputed and not self._on_trial) or (self.clock.in_forward and torch.is_grad_enabled())
+        in_training = (recomputed and not self._on_trial) or (self.clock.in_forward and self._is_of_step)
         if not in_training:
             if not self._training_forward(layer):
                 return
             self.clock.forward_kind = layer.path, tuple(map(_kind, outputs))
-        if not self.at_work:
-            return
-        if not recomputed:
+        if self.at_work:
+            self._observe(Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch))
+
+    def _observe(self, call: Call) -> None:
+        layer, recomputed = call.layer, call.recomputed
+        if not recomputed and self._forward_follows is None:
             if self._has_run:
                 self._runs_again()
             if not layer.path:
@@ -160,13 +166,30 @@ class Dispatcher(Guarded):
                     self.clock.left_out.forward_ran(caller)
         if not recomputed and not self._choice.takes(layer.path):
             return
-        call = Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch)
         self._precision.called(call)
         if self._hooks.wrapped_inputs and self._watch in self.at_work:
             self._hooks.see_through_wrappers(call, self._watch)
         for observer in self._takers:
             observer.called(call)
         self._hooks.await_gradients(call)
+
+    def inference_begins(self) -> None:
+        """End the step of the last forward, if there was one: the whole model is about to run again."""
+        # Not within an entrance, which hides the dispatch modes that this may leave and enter.
+        if self._forward_follows is not None and self._end_forward():
+            self._forward_follows()
+
+    @entrance
+    def _end_forward(self) -> bool:
+        if not self.clock.begun or self._is_out_of_reach():
+            return False
+        self.end_step()
+        return True
+
+    @property
+    def _is_of_step(self) -> bool:
+        """Whether a forward belongs to a step: in a training only one with gradients does."""
+        return torch.is_grad_enabled() or self._forward_follows is not None
 
     def _runs_again(self) -> None:
         """Search for a loss that is not finite if the model has had no backward since: the loop may have left it out."""
@@ -186,7 +209,7 @@ class Dispatcher(Guarded):
             self._on_trial = (is_recomputed and self._on_trial) or is_pipeline_trial()
             if self._on_trial:
                 return False
-        if not torch.is_grad_enabled():
+        if not self._is_of_step:
             # This is validation, or the first forward of a reentrant checkpoint, which belongs to training. No step begins.
             self.clock.calls_without_gradient += 1
             return layer.module.training

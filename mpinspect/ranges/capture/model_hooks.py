@@ -15,7 +15,7 @@ from mpinspect.ranges.capture.tensor_hooks import AccumulatedHook, ForwardHook, 
 from mpinspect.ranges.capture.weights import can_be_hooked
 from mpinspect.runtime.compiled_graphs import compiled_graphs
 from mpinspect.runtime.distributed import is_distributed
-from mpinspect.runtime.hooks import HandleList, hook_gradient
+from mpinspect.runtime.hooks import HandleList, ModelHook, hook_gradient
 
 if TYPE_CHECKING:
     from mpinspect.ranges.capture.dispatcher import Dispatcher
@@ -66,6 +66,12 @@ class ModelHooks:
                 hook = ForwardHook(dispatcher, layer)
                 handle = self._handles.add(layer.module.register_forward_hook(hook, with_kwargs=True))
                 self._on_modules.append((layer.module, handle.id))
+
+    def before_forward(self, layers: Collection[Layer], react: Callable[[], None]) -> None:
+        """Have a function called before each forward of these modules."""
+        for layer in layers:
+            hook = ModelHook(layer.module, lambda *_: react())
+            self._handles.add(layer.module.register_forward_pre_hook(hook, prepend=True))
 
     def hook_parameters(self, parameters: Iterable[WatchedParameter]) -> None:
         """Hook the parameters that can be hooked now; ``begin_step`` hooks the others once they can be."""

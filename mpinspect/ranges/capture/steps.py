@@ -49,6 +49,8 @@ _SEARCHED = 16
 _RECENT, _JUMP = 16, 4.0
 #: Later steps that are computed twice: only with time do sums and moments saturate, and weights grow.
 LATER_STEPS = (30, 100, 1000, 10_000)
+#: The number of first forwards of an inference that are computed twice: of a prompt, and of the tokens that follow.
+EARLY_FORWARDS = 2
 
 
 @dataclass(frozen=True)

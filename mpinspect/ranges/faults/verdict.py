@@ -16,7 +16,7 @@ from mpinspect.ranges.analysis.ranks import ENDED_EARLY
 from mpinspect.ranges.analysis.report import LossScaleAdvice, Verdict
 from mpinspect.ranges.faults.name.operators import of_learning_steps
 from mpinspect.ranges.faults.name.scaling import LOG2_INITIAL
-from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, KINDS
+from mpinspect.ranges.kinds import ACTIVATION, ACTIVATION_GRADIENT, KINDS
 from mpinspect.ranges.records import CastToFP8, GradientsError, recorded
 from mpinspect.ranges.session import (
     AFTER_BACKWARD,
@@ -36,6 +36,7 @@ from mpinspect.reporting.words import (
     format_name,
     lower_first,
     number_of,
+    some,
     upper_first,
     with_power,
 )
@@ -63,7 +64,8 @@ def verdict(
     if not grave:
         seen = session.progress.sampled_steps or (session.info.watch and session.progress.steps)
         counted = session.watched or not session.info.kinds
-        if not session.progress.backwards or not seen or not counted or session.progress.weights_moved is False:
+        is_trained = session.progress.backwards and session.progress.weights_moved is not False
+        if not (is_trained or session.info.inference) or not seen or not counted:
             return Verdict(None, precision, (_nothing_seen(session),), ended=ended)
         fp16 = in_float16 or advice
         if ended:
@@ -212,6 +214,9 @@ class _Nothing(Sentences):
     ALL_SEARCHED = "Every step was searched for infinities and NaNs{counted}."
     SAMPLES_SEARCHED = "Only the {sampled:,} sampled ones were searched for infinities and NaNs{counted}."
     WATCHED_SEARCHED = "{watched:,} of them were searched for infinities and NaNs{counted}."
+    TWICE_OUTPUTS = (
+        "In {twice:count forward} computed twice, rounding put the outputs off by at most {off:percent} of their size."
+    )
     TWICE = (
         "In {twice:count step} computed twice, rounding put the gradients off by at most {off:percent} of their size."
     )
@@ -240,13 +245,12 @@ def _nothing_wrong(session: Session) -> str:
     figures |= {"twice": len(errors), "off": max((each.error for each in errors), default=0.0)}
     # A finding says more of larger errors.
     is_close = bool(errors) and max(each.error for each in errors) < _CLOSE
+    twice = _Nothing.TWICE_OUTPUTS.when(session.info.inference) or _Nothing.TWICE
     begins: tuple[_Nothing, ...] = (_Nothing.WRONG,)
     if (error := session.ended_by) is not None:
         is_exit = error.text.startswith(_EXIT)
         begins = (_Nothing.UNEXPLAINED_EXIT.when(is_exit) or _Nothing.UNEXPLAINED, _Nothing.WRONG_BEFORE_END)
-    return text(
-        (*begins, searched, _Nothing.TWICE.when(is_close), _Nothing.SKIPPED.when(progress.skipped_steps)), figures
-    )
+    return text((*begins, searched, twice.when(is_close), _Nothing.SKIPPED.when(progress.skipped_steps)), figures)
 
 
 def _counted(session: Session) -> str:
@@ -375,6 +379,13 @@ def _place_of(used: float | None, advice: LossScaleAdvice) -> _Own | None:
 class _Healthy(Sentences):
     """The verdict on a healthy run, and the next thing to do."""
 
+    INFERENCE = "{healthy}: the outputs need no other precision."
+    INFERENCE_FITS = "In FP16, no counted activation would overflow: the largest magnitude is {largest:.3g}."
+    INFERENCE_OVERFLOWS = (
+        "In FP16, activations would overflow: of {layers}, with magnitudes up to {largest:.3g}. Keep these modules in FP32 or "
+        "BF16 there."
+    )
+
     KEEP_BF16 = "{healthy}: the precision needs no change. Keep BF16."
     SHOW_FORMAT = (
         "{healthy}: the precision needs no change in the observed part. eager_samples=True (mpinspect run --eager-samples) "
@@ -409,7 +420,9 @@ def _healthy(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice
     start_at = f" from {with_power(start)}" * bool(fp16.needed or start != _INITIAL)
     # A running or killed run is judged by its written record.
     healthy = "Healthy" + " so far" * (not session.progress.ended)
-    figures = {"healthy": healthy, "recommended": fp16.recommended, "start_at": start_at}
+    figures: dict[str, object] = {"healthy": healthy, "recommended": fp16.recommended, "start_at": start_at}
+    if session.info.inference:
+        return text((_Healthy.INFERENCE, *_activations_in_float16(session, format, figures)), figures)
     if format == FLOAT16:
         return text(_next_in_float16(session, fp16), figures)
     says = _Healthy.NOTHING
@@ -424,6 +437,19 @@ def _healthy(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice
         if not _takes_scaler(session) or not fp16.available or fp16.needed is None or fp16.serves_none:
             says = _Healthy.TRY_BF16
     return text(says, figures)
+
+
+def _activations_in_float16(
+    session: Session, format: FloatFormat | None, figures: dict[str, object]
+) -> Iterator[_Healthy]:
+    """Yield the sentence on an inference's activations in FP16, if it computes in another format; add its figures."""
+    counted = {key.name: each.histogram for key, each in session.totals().items() if key.kind == ACTIVATION}
+    largest = max((each.max_abs for each in counted.values() if each.nonzero), default=None)
+    if format == FLOAT16 or largest is None:
+        return
+    over = [path for path, each in counted.items() if each.overflowed_bounds(FLOAT16)[1]]
+    figures |= {"largest": largest, "layers": some(over)}
+    yield _Healthy.INFERENCE_OVERFLOWS.when(over) or _Healthy.INFERENCE_FITS
 
 
 def _takes_scaler(session: Session) -> bool:

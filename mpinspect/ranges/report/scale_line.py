@@ -79,6 +79,8 @@ def scale_line(advice: LossScaleAdvice) -> str:
 
 def scale_in_brief(report: RangeReport) -> str:
     """Return a report's ``scale_line``; for a run in BF16 that needs no loss scale, a sentence on that and on FP16's need."""
+    if report.session.info.inference:
+        return "No backward ran: no loss scale is needed"
     if report.in_float16 is None or report.loss_scale.needed is not False:
         return scale_line(report.loss_scale)
     return f"{format_name(report.format)} needs no loss scale. In FP16: {lower_first(scale_line(report.in_float16))}"
@@ -121,7 +123,7 @@ def event_facts(event: Event) -> Iterator[str]:
     """Yield the facts about an event's step: its loss scale, which values were finite, and whether it was skipped."""
     if event.phase == END:
         yield "no step reported it"
-    else:
+    elif event.loss_scale or event.gradients_finite is not None:
         yield f"loss scale {optional(event.loss_scale or None, with_power, 'unknown')}"
     if event.what == LOSSES[0]:
         yield "every output seen was finite, the loss was not"

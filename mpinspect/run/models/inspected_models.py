@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import weakref
@@ -103,15 +104,23 @@ class InspectedModels:
         self.all: list[InspectedModel] = []
 
     def inspect(
-        self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], label: Label
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        label: Label,
+        forward_follows: Callable[[], None] | None = None,
     ) -> InspectedModel | None:
-        """Attach or resume a model's inspector and return the model's entry; None if there are too many models."""
+        """Attach or resume a model's inspector and return the model's entry; None if there are too many models.
+
+        Args:
+            forward_follows: as of ``LaunchedInspector``.
+        """
         known = next((each for each in self.all if each.inspector.model is model), None)
         if known is None and self.is_full:
             self.note_that_it_is_full()
             return None
         if known is None:
-            known = self._new(model, optimizers, label)
+            known = self._new(model, optimizers, label, forward_follows)
         elif not self._is_over(known):
             known.inspector.resume(optimizers, self._unhookable(model))
         for optimizer in optimizers:
@@ -256,6 +265,15 @@ class InspectedModels:
             except Exception as error:
                 self._seen.note(f"the record of {each.name} could not be closed: {error!r}")
 
+    def drop(self) -> None:
+        """Detach from every model, and remove the records and their directories."""
+        for each in self.all:
+            each.inspector.end()
+            if each.inspector.log_dir is not None:
+                shutil.rmtree(each.inspector.log_dir, ignore_errors=True)
+        self._seen.models -= len(self.all)
+        self.all.clear()
+
     def abandon(self) -> None:
         """Abandon every inspector, in a forked child."""
         for each in self.all:
@@ -271,14 +289,21 @@ class InspectedModels:
                 self._seen.note(f"the record of {each.name} could not be read: {error!r}")
         return records
 
-    def _new(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], label: Label) -> InspectedModel:
+    def _new(
+        self,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        label: Label,
+        forward_follows: Callable[[], None] | None,
+    ) -> InspectedModel:
         prepared = self._prepared()
         name = free_name(model, label, {each.name: each.label for each in self.all})
         say = self._say if not self.all else lambda line: self._say(f"{name}: {line}")
         unhookable = self._unhookable(model)
         tracker = None if self._tracker is None else self._tracker.part(name)
         inspector = LaunchedInspector(
-            model, self._options, optimizers, self._directory / name, say, unhookable, tracker, self._written
+            *(model, self._options, optimizers, self._directory / name, say, unhookable, tracker, self._written),
+            forward_follows,
         )
         made = InspectedModel(name, label, inspector)
         # Listed before attaching, which may fail, because the name and the directory are already in use.
@@ -287,7 +312,7 @@ class InspectedModels:
         inspector.attach()
         for record in prepared:
             inspector.record(record)
-        if not optimizers:
+        if not optimizers and forward_follows is None:
             self._pause_the_oldest_without_optimizers()
         return made
 

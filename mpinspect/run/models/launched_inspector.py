@@ -18,7 +18,7 @@ from mpinspect.ranges.capture.sinks import Sink
 from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.capture.weights import RarerWork
 from mpinspect.ranges.inspector import Inspector
-from mpinspect.ranges.kinds import PARAMETER_KINDS, WEIGHT_GRADIENT
+from mpinspect.ranges.kinds import ACTIVATION, INFERENCE_KINDS, PARAMETER_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.records import Record
 from mpinspect.ranges.session import Event, is_below
 from mpinspect.ranges.tracking import Tracking
@@ -42,6 +42,7 @@ class LaunchedInspector(Inspector):
         unhookable: ids of modules that must not be hooked, since they are compiled.
         tracker: receives the model's scalars; the launch uploads the page to it.
         written: called after each write of its record, on the thread that writes; must not raise.
+        forward_follows: in an inference, where each forward is a step: called when one follows another. None in a training.
     """
 
     #: The launch ends the inspector, not an exit handler.
@@ -57,15 +58,19 @@ class LaunchedInspector(Inspector):
         unhookable: Collection[int] = (),
         tracker: Tracker | None = None,
         written: Callable[[], None] | None = None,
+        forward_follows: Callable[[], None] | None = None,
     ) -> None:
-        self._say = say
+        self._say, self._tell_forward_follows = say, forward_follows
         self._written = written
         self._has_announced = False
         self._model = weakref.ref(model)
         self._selection = model_layers.Selection(options.include, options.exclude)
+        is_inference = forward_follows is not None
         kinds = _kinds(model, options.kinds)
         chosen: dict[str, Any] = {}
-        if kinds is not None:
+        if is_inference:
+            chosen["capture"] = [kind for kind in kinds or (ACTIVATION,) if kind in INFERENCE_KINDS]
+        elif kinds is not None:
             chosen["capture"] = kinds
         super().__init__(
             model,
@@ -81,6 +86,7 @@ class LaunchedInspector(Inspector):
             tracker=tracker,
             recipes=options.recipes,
             curves=options.curves,
+            inference=is_inference,
             **chosen,
         )
         if unhookable:
@@ -166,6 +172,10 @@ class LaunchedInspector(Inspector):
         """Record the losses of the backward that is about to run and that caused this attachment."""
         if self._capture.listener is not None:
             self._capture.listener.backward_called(losses)
+
+    def _forward_follows(self) -> None:
+        if self._tell_forward_follows is not None:
+            self._tell_forward_follows()
 
     def rest(self, resting: bool) -> None:
         """Suspend counting and watching and drop the open step's data, or resume; steps are numbered meanwhile."""

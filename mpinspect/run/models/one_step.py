@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpinspect.ranges.capture.steps import LATER_STEPS, MOST_SECONDS_IN_FP64, StepChoice
+from mpinspect.ranges.capture.steps import EARLY_FORWARDS, LATER_STEPS, MOST_SECONDS_IN_FP64, StepChoice
 from mpinspect.run.models.compiled import Compiled
 from mpinspect.run.models.inspected_models import InspectedModels
 from mpinspect.run.options import LaunchOptions
@@ -78,7 +78,7 @@ class OneStep(Guarded):
             self._left_replaced = 0 if has_budget else _MOST_REPLACED
         #: Steps of the chosen optimizer.
         self._stepped = 0
-        self._is_again = False
+        self._is_again = self._is_inference = False
         #: Whether the recorded step has compiled code, whose products are not seen.
         self._is_compiled = False
         #: A recorded step still on the stack of dispatch modes, because the script has entered another mode since.
@@ -125,6 +125,21 @@ class OneStep(Guarded):
             self._step_passed()
             if self._is_needed:
                 self._step_ended(None)
+
+    @guarded
+    def inference_begins(self) -> None:
+        """Begin to record at the first forward of a script that trains nothing: each forward is a step."""
+        if not self._is_inference:
+            self._is_inference = True
+            if self._wants_matmuls:
+                self._choice = StepChoice((*range(EARLY_FORWARDS), *LATER_STEPS), by_work=False)
+        if self._is_needed and self._is_its_thread and self._recorded is None:
+            self._step_ended(None)
+
+    @guarded
+    def forward_follows(self) -> None:
+        """Begin or end the recorded step when a forward of an inference follows another one."""
+        self.backward_ended()
 
     def _is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether another optimizer trains now, as after a resume or in a new phase, and may have other precisions."""
@@ -244,15 +259,16 @@ class OneStep(Guarded):
         if self._is_compiled:
             self._note_lint("code is compiled by torch.compile: use mpinspect lint on the model")
         parts = [part for model in models.values() for part in submodules(model)]
-        products = LiveMatmuls(models, unhookable=self._compiled.among(parts) | KEEPING.inside(parts))
+        products = LiveMatmuls(models, self._compiled.among(parts) | KEEPING.inside(parts), self._is_inference)
         twice = StepTwice(
             products.calls,
             self._second_failed,
             _named(models, torch.nn.Module.named_parameters),
             _named(models, torch.nn.Module.named_buffers),
             self._is_compiled,
-            self._models.are_by_hand,
+            self._models.are_by_hand and not self._is_inference,
             in_fp64,
+            self._is_inference,
         )
         # The recorder of products, above on the stack, decomposes composite operators.
         twice.__enter__()  # type: ignore[no-untyped-call]

@@ -43,12 +43,15 @@ class LiveMatmuls:
     Args:
         models: the models by name; if there are several, each module's path begins with its model's name.
         unhookable: ids of the modules that get no hooks, since they are compiled.
+        is_inference: whether a forward without gradients is no evaluation beside a training.
     """
 
-    def __init__(self, models: Mapping[str, torch.nn.Module], unhookable: Collection[int] = ()) -> None:
+    def __init__(
+        self, models: Mapping[str, torch.nn.Module], unhookable: Collection[int] = (), is_inference: bool = False
+    ) -> None:
         self._model = next(iter(models.values())) if len(models) == 1 else _together(models)
         #: Knows the running modules.
-        self.calls = _LiveCalls(self._model, unhookable)
+        self.calls = _LiveCalls(self._model, unhookable, is_inference, frozenset(map(id, models.values())))
         parameters = Parameters(self._model, {id(parameter): parameter for parameter in self._model.parameters()})
         self._mode = _LiveMode(self.calls, parameters)
         self._device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
@@ -180,9 +183,13 @@ class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
 class _LiveCalls(ModuleCalls):
     """Follow module calls with hooks that are not inherited by copies and pickles of the model made meanwhile."""
 
-    def __init__(self, model: torch.nn.Module, unhookable: Collection[int]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, unhookable: Collection[int], is_inference: bool, whole: Collection[int]
+    ) -> None:
         super().__init__(model)
-        self._unhookable = unhookable
+        self._unhookable, self._is_inference = unhookable, is_inference
+        #: The ids of the models.
+        self._whole = whole
         self._handles = HandleList()
         self._device = next((parameter.device.type for parameter in model.parameters()), "cpu")
         self._dtypes: Counter[torch.dtype | None] = Counter()
@@ -190,6 +197,8 @@ class _LiveCalls(ModuleCalls):
         self._evaluates_from = 0
         #: Whether an optimizer is stepping; its products outside of modules are not recorded.
         self.in_optimizer = False
+        #: Called with each output of the whole model, if it is set.
+        self.model_returned: Callable[[Any], None] | None = None
 
     def path(self) -> str:
         """Return the dotted path of the innermost module that is running; "" outside of all."""
@@ -204,7 +213,7 @@ class _LiveCalls(ModuleCalls):
     @property
     def evaluates(self) -> bool:
         """Return whether the model runs for evaluation: in eval mode without gradients."""
-        return self._evaluates_from > 0
+        return self._evaluates_from > 0 and not self._is_inference
 
     def follow(self) -> None:
         """Register the hooks, around the script's own hooks."""
@@ -220,7 +229,7 @@ class _LiveCalls(ModuleCalls):
         self._enter(module, args)
         if not torch.is_grad_enabled() and not module.training and not self._evaluates_from:
             self._evaluates_from = len(self._running)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self._is_inference:
             dtype = None
             if torch.is_autocast_enabled(self._device):
                 dtype = torch.get_autocast_dtype(self._device)
@@ -230,6 +239,8 @@ class _LiveCalls(ModuleCalls):
         if self._evaluates_from == len(self._running):
             self._evaluates_from = 0
         self._leave(module, args, output)
+        if self.model_returned is not None and id(module) in self._whole:
+            self.model_returned(output)
 
 
 def _called_by_the_engine() -> bool:

@@ -39,7 +39,6 @@ from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
 from mpinspect.ranges.faults.measure.twins import NARROW, OF_FP32, OF_NARROW, Marks, Widening, distance, is_finite
 from mpinspect.ranges.records import BEFORE_STEPS, AbsorbedOperand, GradientsError, PreparedError, Record
 from mpinspect.reporting.words import format_name, number_of, percent
-from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.storages import has_storage
 from mpinspect.runtime.user_line import innermost_line
@@ -116,10 +115,7 @@ class PreparedTensors(Recomputation):
         given, narrow = list(leaves((*args, *kwargs.values()))), self._widening.narrow
         # A weight has no exact value: training begins with the one that it has.
         is_weight = any(isinstance(each, torch.nn.Parameter) for each in given)
-        if is_capturing():
-            # A second run would become a part of the script's graph.
-            self._operators = _MOST_OPERATORS + 1
-        elif is_weight:
+        if is_weight:
             mutated = mutated_by(func, args, kwargs) if isinstance(func, torch._ops.OpOverload) else []
             self._twins.written(filter(has_storage, mutated))
             self._forget(mutated)
@@ -133,6 +129,11 @@ class PreparedTensors(Recomputation):
         began = time.perf_counter()
         super().after(pending, result, frame)
         self._count_time(began)
+
+    def cut_short(self, when: str) -> None:
+        """Compute nothing more."""
+        super().cut_short(when)
+        self._used_up()
 
     def _count_time(self, began: float) -> None:
         self._seconds += time.perf_counter() - began

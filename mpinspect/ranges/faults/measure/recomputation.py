@@ -51,7 +51,7 @@ from mpinspect.ranges.faults.measure.twins import (
     is_equal,
     is_finite,
 )
-from mpinspect.ranges.records import GradientsError, Record
+from mpinspect.ranges.records import OUTPUTS, GradientsError, Record
 from mpinspect.reporting.words import filled, number_of
 from mpinspect.runtime.device import computes_in_fp64, free_memory
 from mpinspect.runtime.outputs import leaves
@@ -117,6 +117,8 @@ class Recomputation:
         self._exchanged: list[tuple[float, float]] = []
         #: The same of gradients that an optimizer was about to take, and may have changed since.
         self._taken: dict[str, tuple[float, float]] = {}
+        #: The norms of errors and of exact values of the outputs of an inference.
+        self._outputs: list[tuple[float, float]] = []
         #: Why the rest of the step was left out; "" if it was not.
         self._ended_by = ""
         #: When the first operator was computed twice: before it, code may have been compiled.
@@ -135,6 +137,18 @@ class Recomputation:
             self._taken |= self._errors_of_gradients(taken or self._masters(stepped.values()))
             if not self.is_over:
                 self._forget(list(stepped.values()))
+
+    @torch.no_grad()
+    def returned(self, output: Any) -> None:
+        """Compare what a model has returned in an inference, where no gradients follow. Waits for the device."""
+        if not self.is_over:
+            with _disable_current_modes():
+                for each in filter(has_numbers, leaves((output,))):
+                    if self.twin(each) is None:
+                        # It is exact, or a tensor that is no result of an operator.
+                        continue
+                    error, size = self._error_and_size(each)
+                    self._outputs.append((error * size * each.numel() ** 0.5, size * each.numel() ** 0.5))
 
     def _masters(self, stepped: Collection[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that an optimizer steps in place of the model's weights, with the weights' names.
@@ -392,6 +406,11 @@ class Recomputation:
         self.seconds = now - self._began
         return self.seconds
 
+    def cut_short(self, when: str) -> None:
+        """Compute nothing more, and forget all exact values; ``when`` completes a sentence."""
+        self._ended_by = self._ended_by or when
+        self._end()
+
     def left_out(self) -> str:
         """Return a sentence on the operators that were not computed a second time; "" without any."""
         skipped = [f"{number_of(times, 'call')} of {name}" for name, times in self.skipped.most_common(_MOST_NAMED)]
@@ -407,7 +426,11 @@ class Recomputation:
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def _all_errors(self) -> dict[str, tuple[float, float]]:
-        """Return the relative error of each weight's gradient, and the root mean square of the exact one."""
+        """Return the relative error of each weight's gradient, and the root mean square of the exact one; in an inference, the
+        relative error of all outputs together, and the norm of the exact ones."""
+        if self._outputs:
+            off, size = (math.hypot(*each) for each in zip(*self._outputs, strict=True))
+            return {OUTPUTS: (off / size, size)} if size else {}
         if self._exchanged:
             # What the weights hold is the sum over the ranks.
             return {}
@@ -430,7 +453,7 @@ class Recomputation:
             growth: knows the line to blame, which is recorded from the relative error ``least`` on.
             dtype: the narrow one of the step.
         """
-        roots = {name: parameter.numel() ** 0.5 for name, parameter in self._parameters}
+        roots = {name: parameter.numel() ** 0.5 for name, parameter in self._parameters} | {OUTPUTS: 1.0}
         # Those of a compiled graph have no name.
         compared = {name: each for name, each in errors.items() if name in roots}
         norms = [(error * size * roots[name], size * roots[name]) for name, (error, size) in compared.items()]
@@ -439,7 +462,8 @@ class Recomputation:
         if not 0 < size < math.inf or not off < math.inf:
             return []
         record: GradientsError | None = None
-        figures: dict[str, Any] = {"error": off / size, "of": len(compared), "size": size}
+        of_outputs = float(OUTPUTS in compared)
+        figures: dict[str, Any] = {"error": off / size, "of": len(compared), "size": size, "of_outputs": of_outputs}
         if off >= least * size:
             record, zeroed = growth.most(), math.hypot(*(self._zeroed(each) for _, each in self._parameters))
             figures |= {"off": sum(error >= least for error, _ in compared.values()), "zeroed": zeroed / off}

@@ -117,6 +117,8 @@ _LOSING = (LostSum, AbsorbedOperand, AmplifiedError)
 _FEWEST_OF_ONE = 16
 #: The least error of gradients of whose operators the worst is named.
 _OFF = 0.5
+#: The same of an inference's outputs.
+_OUTPUTS_OFF = 0.1
 #: Maximum number of casts to FP8 that are recorded.
 _MOST_CASTS = 64
 #: The largest inherited error before a difference whose result is mostly error.
@@ -593,7 +595,7 @@ class SecondComputation(Recomputation):
         """Return the first operator that broke, the operators that lose most, and the error of the gradients."""
         errors = self._all_errors()
         worst, whose = _worst_of(errors)
-        of_all = self._of_all_gradients(errors, self._growth, self._narrow, _OFF)
+        of_all = self._of_all_gradients(errors, self._growth, self._narrow, _OUTPUTS_OFF if self._outputs else _OFF)
         if self._exchanged and of_all:
             worst = of_all[0].error
         if self._numbers.found is not None:

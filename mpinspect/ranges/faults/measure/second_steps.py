@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from mpinspect.ranges.capture import optimizer_steps, scalers
 from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.capture.steps import LATER_STEPS, StepChoice, StepClock
+from mpinspect.ranges.capture.steps import EARLY_FORWARDS, LATER_STEPS, StepChoice, StepClock
 from mpinspect.ranges.capture.weights import RarerWork
 from mpinspect.ranges.faults.measure.in_fp64 import InFP64
 from mpinspect.ranges.faults.measure.operands import OperatorCall
@@ -26,6 +26,7 @@ from mpinspect.ranges.faults.measure.stuck_numbers import StuckNumbers
 from mpinspect.ranges.faults.measure.truncated_writes import TruncatedWrites
 from mpinspect.ranges.records import Record
 from mpinspect.runtime.compiled_graphs import KEEPING, CallsGraphs, is_any_compiled
+from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.dispatch import doubt, obstacle
 from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.hooks import HandleList
@@ -36,13 +37,18 @@ _EARLY_STEP = 1
 
 
 class RunningModules:
-    """Follows the calls of a model's modules."""
+    """Follows the calls of a model's modules.
 
-    def __init__(self) -> None:
-        self._paths = [""]
+    Args:
+        is_inference: whether a forward without gradients is no evaluation beside a training.
+    """
+
+    def __init__(self, is_inference: bool = False) -> None:
+        self._paths, self._is_inference = [""], is_inference
         #: The number of paths with that of the module that began an evaluation; 0 while none is running.
         self._evaluates_from = 0
         self.in_optimizer = False
+        self.model_returned: Callable[[Any], None] | None = None
         self._handles = HandleList()
 
     def path(self) -> str:
@@ -57,14 +63,15 @@ class RunningModules:
     @property
     def evaluates(self) -> bool:
         """Whether the model runs for evaluation: in eval mode without gradients."""
-        return self._evaluates_from > 0
+        return self._evaluates_from > 0 and not self._is_inference
 
     def follow(self, model: torch.nn.Module) -> None:
         """Add the hooks."""
         plain, compiled = plain_names(model), KEEPING.inside(model.modules())
         for path, module in model.named_modules():
             if id(module) not in compiled:
-                self._handles.add_around(module, partial(self._enter, plain[path], module), self._leave)
+                leave = self._leave if path else self._leave_model
+                self._handles.add_around(module, partial(self._enter, plain[path], module), leave)
 
     def unfollow(self) -> None:
         """Remove the hooks."""
@@ -79,13 +86,24 @@ class RunningModules:
     def _leave(self, args: Any, output: Any = None) -> None:
         if self._evaluates_from == len(self._paths):
             self._evaluates_from = 0
-        self._paths.pop()
+        if self.any_running:
+            # The call in which the hooks were added had no entry.
+            self._paths.pop()
+
+    def _leave_model(self, args: Any, output: Any = None) -> None:
+        self._leave(args, output)
+        if self.model_returned is not None:
+            self.model_returned(output)
 
 
 class Running(Protocol):
-    """Knows the modules that are running, and whether an optimizer is stepping (``in_optimizer``)."""
+    """Knows the modules that are running, and whether an optimizer is stepping (``in_optimizer``).
+
+    ``model_returned`` is called with each output of the whole model, if it is set.
+    """
 
     in_optimizer: bool
+    model_returned: Callable[[Any], None] | None
 
     def path(self) -> str:
         """Return the dotted path of the innermost module that is running; "" outside of all."""
@@ -151,6 +169,12 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # A forked child, such as a worker that loads data, has the mode on its stack as well.
         if getattr(func, "_schema", None) is None or os.getpid() != self._process:
             return func(*args, **kwargs)
+        if is_capturing():
+            # A second run would become a part of the script's graph.
+            self._followers = []
+            for each in self._computations:
+                each.cut_short("once a CUDA graph was captured")
+            return func(*args, **kwargs)
         pending = [(each, self._attempt(each, each.before, func, args, kwargs)) for each in self._computing()]
         result = func(*args, **kwargs)
         for each, prepared in pending:
@@ -206,6 +230,7 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         parameters, buffers, by_hand: as of ``SecondComputation``.
         is_compiled: whether the step has compiled code, through which no power is followed.
         in_fp64: the seconds for computing FP32 operators of uncompiled code in FP64 as well.
+        is_inference: whether the step is a forward without a backward, whose outputs are judged.
     """
 
     def __init__(
@@ -217,6 +242,7 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         is_compiled: bool,
         by_hand: bool = False,
         in_fp64: float = 0.0,
+        is_inference: bool = False,
     ) -> None:
         self._powers = PowersOfScale(running.path, parameters)
         self._step = WholeStep(running.path, parameters, buffers, by_hand)
@@ -229,7 +255,12 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
             self._in_fp64 = InFP64(running.path, parameters, self._step, in_fp64)
             computations.append(self._in_fp64)
         super().__init__(computations, running, followers, failed)
+        running.model_returned = self._returned if is_inference else None
         self._thread = threading.get_ident()
+
+    def _returned(self, output: Any) -> None:
+        for each in self._computations:
+            self._attempt(each, each.returned, output)
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the operators that follow on this thread as the optimizer's."""
@@ -272,18 +303,25 @@ class SecondSteps(Guarded):
         steps: numbers of the chosen steps, from 0; None for an early one and LATER_STEPS.
         clock: the capture's step clock.
         recording: receives the records, and has the events.
+        is_inference: whether each forward is a step.
     """
 
     def __init__(
-        self, model: torch.nn.Module, steps: Iterable[int] | None, clock: StepClock, recording: Recording
+        self,
+        model: torch.nn.Module,
+        steps: Iterable[int] | None,
+        clock: StepClock,
+        recording: Recording,
+        is_inference: bool = False,
     ) -> None:
         super().__init__(recording.note)
-        self._model, self._clock, self._recording = model, clock, recording
-        self._choice = StepChoice((_EARLY_STEP, *LATER_STEPS)) if steps is None else StepChoice(steps, by_work=False)
+        self._model, self._clock, self._recording, self._is_inference = model, clock, recording, is_inference
+        early = range(EARLY_FORWARDS) if is_inference else (_EARLY_STEP,)
+        self._choice = StepChoice((*early, *LATER_STEPS)) if steps is None else StepChoice(steps, by_work=False)
         self._rarer_work = RarerWork(clock, model)
         self._thread = threading.get_ident()
         self._step = -1
-        self._running = RunningModules()
+        self._running = RunningModules(is_inference)
         #: The step that is computed twice, or one whose mode is below a mode that the script has entered since.
         self._twice: StepTwice | None = None
 
@@ -294,7 +332,7 @@ class SecondSteps(Guarded):
         KEEPING.begin(self)
         optimizer_steps.listen(self)
         scalers.listen(self)
-        self._step_may_have_ended()
+        self.step_may_have_ended()
 
     @guarded
     def detach(self) -> None:
@@ -327,12 +365,12 @@ class SecondSteps(Guarded):
         """End the step, if this was its last optimizer."""
         if self._twice is not None:
             self._twice.optimizer_stepped()
-        self._step_may_have_ended()
+        self.step_may_have_ended()
 
     @guarded
     def scaler_stepped(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """End the step, if the scaler has skipped it."""
-        self._step_may_have_ended()
+        self.step_may_have_ended()
 
     @guarded
     def loss_scaled(self, scaler: Any, given: Any, scaled: Any) -> None:
@@ -342,7 +380,8 @@ class SecondSteps(Guarded):
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def _step_may_have_ended(self) -> None:
+    def step_may_have_ended(self) -> None:
+        """End a step that was computed twice, if the clock has ended it, and begin to compute the next one, if it is due."""
         if threading.get_ident() != self._thread or self._clock.step == self._step:
             return
         begun, self._step = self._step, self._clock.step
@@ -361,7 +400,9 @@ class SecondSteps(Guarded):
         buffers = named_plainly(model, model.named_buffers())
         self._running.follow(model)
         self._twice = StepTwice(
-            self._running, self._failed, parameters, buffers, is_any_compiled([model]), in_fp64=in_fp64
+            *(self._running, self._failed, parameters, buffers, is_any_compiled([model])),
+            in_fp64=in_fp64,
+            is_inference=self._is_inference,
         )
         self._twice.__enter__()  # type: ignore[no-untyped-call]
 

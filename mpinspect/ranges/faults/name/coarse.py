@@ -53,6 +53,9 @@ class _Coarse(Sentences):
         "In step {step}, FP32's rounding puts the gradients of the weights off by {off_by} of their size, compared with "
         "FP64. {off:.0f} of {of:.0f} are off by 10% or more."
     )
+    OUTPUTS_OFF = (
+        "In step {step}, FP32's rounding puts the model's outputs off by {off_by} of their size, compared with FP64."
+    )
     GROWS = "The errors grow most in {place}, in {operator}."
     FP64 = (
         "Compute this line in FP64, and what makes its operands. Or change the formula: subtract a centre or a mean from large "
@@ -95,7 +98,7 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
             is_grave, is_distance = off.error >= 1, off.names[0] == "_euclidean_dist"
             yield found_at(
                 off,
-                (_Coarse.OFF, _Coarse.GROWS),
+                (_Coarse.OUTPUTS_OFF.when(off.of_outputs) or _Coarse.OFF, _Coarse.GROWS),
                 _Coarse.BY_DIFFERENCES.when(is_distance) or _Coarse.FP64,
                 _Coarse.NO_PRODUCT.when(is_distance) or _Coarse.DOUBLE,
                 words,

@@ -713,6 +713,8 @@ class _Inaccurate(Sentences):
         "In step {step} the gradients of the weights are mostly rounding error: all together they are off by {off_by} of their "
         "size, and {off:.0f} of {of:.0f} by half of it or more."
     )
+    OUTPUTS = "In step {step} the model's outputs are mostly rounding error: they are off by {off_by} of their size."
+    OUTPUTS_OFF = "In step {step} rounding puts the model's outputs off by {off_by} of their size."
     OF_RANK = "In step {step} this rank's gradients are mostly rounding error: they are off by {off_by} of their size."
     GROWS = "The errors grow most in {place}, in {operator}."
     ORIGIN = "They begin in {origin_place}, where {origin_operator} rounds to {origin_dtype:format}."
@@ -726,7 +728,8 @@ class _Inaccurate(Sentences):
 
 
 def _gradients_inaccurate(case: Case) -> Iterator[Found]:
-    """Gradients of the weights that are mostly rounding error, with the line at which the errors grow most.
+    """Gradients of the weights that are mostly rounding error, with the line at which the errors grow most; in an inference,
+    outputs of the model that rounding puts off by 10% or more.
 
     It is an error if they are off by as much as their size, and an info if the errors grow in many layers alike: no line is to
     blame, and most such trainings recover.
@@ -736,7 +739,7 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     """
     learning = of_learning_steps(each for each in case.recorded(GradientsError) if each.text != FLOAT32.name)
     # Other faults name the gradients that the backward or the loop flushed.
-    large = (each for each in learning if each.error >= _MOSTLY)
+    large = (each for each in learning if each.error >= (MATTERS if each.of_outputs else _MOSTLY))
     first = next((each for each in large if each.zeroed < _MOSTLY or (each.name and each.names[2] == "forward")), None)
     if first is None:
         return
@@ -756,7 +759,9 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
         # The operands were right: over the batch their products cancel, as at an optimum.
         return
     off_by = {"off_by": percent_up_to(first.error)}
-    mostly = _Inaccurate.MOSTLY_ERROR.when(first.of) or _Inaccurate.OF_RANK
+    mostly: Sentences = _Inaccurate.MOSTLY_ERROR.when(first.of) or _Inaccurate.OF_RANK
+    if first.of_outputs:
+        mostly = _Inaccurate.OUTPUTS.when(first.error >= _MOSTLY) or _Inaccurate.OUTPUTS_OFF
     origin = origin_of(first)
     # Gradients of FP8 trainings that converge are off by up to three quarters.
     is_of_fp8 = origin is not None and origin.text in _FP8_TYPES and first.error >= _AS_LARGE
@@ -839,6 +844,6 @@ FAULTS = (
         (_Inaccurate, Born),
         _OF_WRONG_GRADIENTS,
         checked=TWICE,
-        heading="Gradients are mostly rounding error",
+        heading="Gradients or outputs are mostly rounding error",
     ),
 )

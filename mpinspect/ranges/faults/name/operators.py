@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mpinspect.numeric.formats import FORMATS
 from mpinspect.ranges.faults.name.fault import Found
-from mpinspect.ranges.records import AbsorbedOperand, AmplifiedError, GradientsError, LostSum, Record
+from mpinspect.ranges.records import OUTPUTS, AbsorbedOperand, AmplifiedError, GradientsError, LostSum, Record
 from mpinspect.ranges.session import module_named
 from mpinspect.reporting.sentences import Said, Sentences
 from mpinspect.reporting.words import bracketed
@@ -194,6 +194,7 @@ def is_log_of_softmax(record: Placed) -> bool:
 
 class Gradients(Sentences):
     OFF = "With all rounding of the step together, the gradient of {weight!r} is off by {gradient_off}."
+    OUTPUTS_OFF = "With all rounding of the step together, the model's outputs are off by {gradient_off}."
     ALL_OFF = "With all rounding of the step together, this rank's gradients are off by {gradient_off}."
 
 
@@ -204,5 +205,6 @@ def gradients_off(record: LostSum | AbsorbedOperand | AmplifiedError) -> tuple[G
         "weight": "".join(record.names[3:4]),
         "gradient_off": percent_up_to(record.gradients_error or 0.0),
     }
-    says = Gradients.OFF.when(words["weight"]) or Gradients.ALL_OFF
+    of_outputs = Gradients.OUTPUTS_OFF.when(words["weight"] == OUTPUTS)
+    says = of_outputs or Gradients.OFF.when(words["weight"]) or Gradients.ALL_OFF
     return says.when(matters), words

@@ -1,0 +1,206 @@
+"""``mpinspect run`` on scripts that run models without a backward: each forward is a step."""
+
+import pytest
+import torch
+from agreeing_reports import analyse
+from torch import nn
+from torch.nn.modules import module as global_hooks
+from watched_training import train, watched
+
+from mpinspect import Inspector
+from mpinspect.ranges.records import BornInfinite, GradientsError, recorded
+
+
+class Squared(nn.Module):
+    """Squares the output of a layer, which overflows FP16 for inputs of 100 or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 2)
+        nn.init.constant_(self.up.weight, 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        return self.down(y * y)
+
+
+def _infer(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [model(each) for each in inputs]
+
+
+def _session(run):
+    (model,) = run.parts.models
+    return model.session
+
+
+def _half(size: float) -> torch.Tensor:
+    return torch.full((3, 4), size, dtype=torch.float16)
+
+
+def test_an_overflow_in_a_forward_is_named_with_its_module_line_and_step(tmp_path):
+    model = Squared().half().eval()
+    expected = _infer(model, _half(1), _half(2), _half(3), _half(100))
+    with watched(tmp_path) as run:
+        found = _infer(model, _half(1), _half(2), _half(3), _half(100))
+    assert all(torch.allclose(*pair, 0, 0, equal_nan=True) for pair in zip(expected, found, strict=True))
+    session = _session(run)
+    assert [(event.step, event.phase, event.value) for event in session.events] == [(3, "forward", "nan")]
+    assert session.progress.steps == 4
+    assert "1 model was inspected in inference" in run.seen.sentences()[0]
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_first_forward_is_computed_twice(context, tmp_path):
+    model = Squared().half().eval()
+    with watched(tmp_path) as run, context():
+        model(_half(100))
+    (born,) = recorded(_session(run).measurements, BornInfinite)
+    assert (born.names[0], born.step, born.text) == ("mul", 0, "float16")
+    (finding,) = [each for each in analyse(_session(run)).findings if each.id == "overflow-in-operator"]
+    assert (finding.severity, finding.step) == ("error", 0)
+    assert finding.evidence["line"].startswith("test_inference.py:")
+
+
+def test_a_forward_after_one_that_broke_is_computed_twice(tmp_path):
+    model = Squared().half().eval()
+    with watched(tmp_path) as run:
+        _infer(model, *map(_half, (1, 1, 1, 1, 1, 100, 100)))
+    assert [each.step for each in recorded(_session(run).measurements, BornInfinite)] == [6]
+    (finding,) = [each for each in analyse(_session(run)).findings if each.id == "overflow-in-operator"]
+    assert (finding.severity, finding.step) == ("error", 5)
+
+
+def test_the_outputs_error_is_that_of_fp32_and_the_verdict_states_it(tmp_path):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).bfloat16().eval(), torch.randn(16, 64)
+    with watched(tmp_path) as run:
+        (output,) = _infer(model, x.bfloat16())
+    (exact,) = _infer(model.float(), x.bfloat16().float())
+    error, in_fp64 = sorted(recorded(_session(run).measurements, GradientsError), key=lambda each: each.text)
+    assert error.error == pytest.approx(float((output.float() - exact).norm() / exact.norm()), rel=1e-3)
+    assert error.of_outputs and in_fp64.of_outputs and in_fp64.text == "float32"
+    report = analyse(_session(run))
+    assert report.verdict.healthy
+    assert "In 1 forward computed twice, rounding put the outputs off by at most" in str(report)
+    assert "inference" in report.verdict.precision
+    assert "No backward ran: no loss scale is needed." in str(report)
+
+
+class Wave(nn.Module):
+    """A sine of large positions, which BF16 rounds away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 4)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        angles = positions * 0.731
+        return self.layer(torch.sin(angles))
+
+
+def test_outputs_that_are_rounding_error_are_a_warning_at_their_line(tmp_path):
+    model = Wave().bfloat16().eval()
+    with watched(tmp_path) as run:
+        _infer(model, torch.arange(129.0, 255.0).bfloat16()[:, None])
+    report = analyse(_session(run))
+    grave = [finding for finding in report.findings if finding.severity != "info"]
+    assert grave
+    assert all(finding.evidence["line"].startswith("test_inference.py:") for finding in grave)
+    assert any("the model's outputs off by" in finding.message for finding in grave)
+
+
+@pytest.mark.parametrize(("size", "is_beyond"), [(1.0, False), (1e5, True)])
+def test_an_fp32_inference_tells_what_fp16_would_overflow(size, is_beyond, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).eval()
+    with watched(tmp_path) as run:
+        _infer(model, size * torch.ones(2, 4))
+    sentences = " ".join(analyse(_session(run)).verdict.sentences)
+    assert ("would overflow: of '0'" in sentences) is is_beyond
+    assert ("no counted activation would overflow" in sentences) is not is_beyond
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_evaluation_before_the_training_leaves_no_trace(by_hand, tmp_path):
+    model = nn.Linear(4, 2)
+    with watched(tmp_path) as run:
+        _infer(model, torch.ones(2, 4), torch.ones(2, 4))
+        assert global_hooks._global_forward_hooks
+        if by_hand:
+            for _ in range(3):
+                model(torch.randn(5, 4)).square().mean().backward()
+                with torch.no_grad():
+                    model.weight -= 0.1 * model.weight.grad
+                model.zero_grad()
+        else:
+            train(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        assert not global_hooks._global_forward_hooks
+    session = _session(run)
+    assert (session.info.inference, session.progress.steps, session.progress.backwards) == (False, 3, 3)
+    assert [path.name for path in tmp_path.iterdir()] == [run.names[0]]
+    assert run.seen.notes == []
+
+
+def test_models_that_a_script_calls_in_turn_have_a_record_each(tmp_path):
+    encoder, decoder = nn.Linear(4, 8).half(), nn.Sequential(nn.Linear(8, 4), nn.ReLU()).half()
+    with watched(tmp_path) as run, torch.no_grad():
+        for _ in range(3):
+            decoder(encoder(_half(1)))
+    assert [(each.name, each.session.progress.steps) for each in run.parts.models] == [("encoder", 3), ("decoder", 3)]
+
+
+def test_functions_without_weights_and_traced_models_are_left_alone(tmp_path):
+    model = nn.Linear(4, 2).eval()
+    with watched(tmp_path) as run:
+        nn.Softmax(-1)(torch.ones(4))
+        torch.func.vmap(model)(torch.ones(3, 4))
+        torch.export.export(model, (torch.ones(1, 4),))
+    assert run.parts.models == []
+    assert run.seen.notes == []
+
+
+def test_no_global_hook_is_left_once_a_model_is_compiled(tmp_path):
+    model = nn.Linear(4, 2).eval()
+    with watched(tmp_path) as run:
+        compiled = torch.compile(model, backend="eager")
+        assert not global_hooks._global_forward_hooks
+        _infer(compiled, torch.ones(2, 4))
+    assert run.parts.models == []
+
+
+def test_a_failure_of_ours_is_a_note_and_the_outputs_stay(tmp_path, monkeypatch):
+    from mpinspect.run.models import attaching
+
+    def fails(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(attaching, "script_names", fails)
+    model = nn.Linear(4, 2).eval()
+    with watched(tmp_path) as run:
+        _infer(model, torch.ones(2, 4))
+    assert any("broken" in note for note in run.seen.notes)
+
+
+# -- the inspector -------------------------------------------------------------------------------------------------------
+
+
+def test_an_inspector_counts_the_activations_of_each_forward():
+    model = Squared().half().eval()
+    with Inspector(model, inference=True, second=True) as inspector:
+        _infer(model, _half(1), _half(1), _half(100))
+    session = inspector.session()
+    assert (session.progress.steps, session.info.kinds) == (3, ("activation",))
+    totals = {key.name: each.histogram.total for key, each in session.totals().items()}
+    assert totals == {"up": 72, "down": 18}
+    assert [event.step for event in session.events] == [2]
+
+
+def test_gradients_of_an_inference_are_refused():
+    with pytest.raises(ValueError, match="an inference has activations and weights alone"):
+        Inspector(nn.Linear(2, 2), inference=True, capture=["weight_gradient"])
+
+
+def test_an_inspector_of_a_training_ignores_forwards_without_gradients():
+    model = nn.Linear(4, 2)
+    with Inspector(model) as inspector:
+        _infer(model.eval(), torch.ones(2, 4))
+    assert inspector.session().progress.steps == 0
