@@ -147,6 +147,7 @@ def full_session() -> s.Session:
         *("GröβeNet", "2024-05-06T07:08:09", (kinds.WEIGHT_GRADIENT, kinds.UPDATE), 10, False, {"torch": "2.13"}, 0.02),
         *(3, 8, ("encoder.*",), ("größe",), "cuda (Karte)"),
         numbered={"layer.9": "Block"},
+        inference=True,
     )
     progress = s.Progress(
         *(91, 9, 2, 180, True, False, "the callable raised", (s.ScaleChange(0, 65536.0), s.ScaleChange(7, None))),

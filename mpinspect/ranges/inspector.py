@@ -180,9 +180,7 @@ class Inspector:
         )
         # The ranks of a job sample the same steps.
         self._is_limited = has_limit and info.world_size == 1
-        self._tracking: Tracking | None = None
-        if tracker is not None:
-            self._tracking = Tracking(tracker, self.bring_tracker_up_to_date)
+        self._tracking = None if tracker is None else Tracking(tracker, self.bring_tracker_up_to_date)
         self.log_dir, sinks, troubles = open_sinks(log_dir, info, curves)
         if self._tracking is not None:
             sinks.append(self._tracking.sink)
@@ -316,10 +314,10 @@ class Inspector:
             limit=USUAL_LIMIT if self._is_limited else None,
             eager_samples=self._eager_samples,
             diagnosing=partial(diagnosing_observers, recipes=self._recipes),
-            forward_follows=self._forward_follows if info.inference else None,
+            before_forward=self._before_forward if info.inference else None,
         )
 
-    def _forward_follows(self) -> None:
+    def _before_forward(self) -> None:
         """Begin or end a step that is computed twice: a forward of an inference follows another one."""
         if self._second_steps is not None:
             self._second_steps.step_may_have_ended()

@@ -17,7 +17,7 @@ from mpinspect.run.models.inference import OutermostCalls
 from mpinspect.run.models.torch_patches import TorchPatches
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import Recordings, Seen
-from mpinspect.runtime.guard import Guarded, guarded
+from mpinspect.runtime.guard import Guarded, guarded, hides_modes
 from mpinspect.runtime.wrappers import unwrapped
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Watcher(Guarded):
         with self._lock.held():
             parts = self._made()
             if not any(each.inspector.model is unwrapped(model) for each in parts.models.all):
-                parts.attaching.inspect_inference(model, parts.one_step.forward_follows)
+                parts.attaching.inspect_inference(model, parts.one_step.before_forward)
             parts.one_step.inference_begins()
 
     def _training_begins(self) -> None:
@@ -231,6 +231,14 @@ class Watcher(Guarded):
             parts.models.pause_if_due()
             parts.models.stop_after_enough_steps(optimizer)
             parts.one_step.optimizer_stepped(optimizer)
+
+    def inference_mode_changes(self) -> None:
+        """End what must not span an end of ``torch.inference_mode``; called when it is about to begin or to end."""
+        # An inspector's own use lies within an entrance, which has taken the modes off.
+        if self._active and not hides_modes():
+            self._end_preparation()
+            if self._parts is not None:
+                self._parts.one_step.inference_mode_changes()
 
     @guarded
     def module_compiled(self, given: object) -> None:

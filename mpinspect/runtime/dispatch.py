@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from mpinspect.runtime.compiled_graphs import KEEPING
 from mpinspect.runtime.distributed import data_parallel, world_size
+
+
+class OwnMode(TorchDispatchMode):
+    """A dispatch mode of ours, which is left where that is possible."""
+
+    _is_entered = False
+    #: Whether inference mode was on when the mode was entered.
+    _in_inference_mode = False
+
+    def __enter__(self) -> Any:
+        self._is_entered, self._in_inference_mode = True, torch.is_inference_mode_enabled()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self) -> bool:
+        """Exit the mode. Return False where that isn't possible now.
+
+        A mode of the script may be above it on this thread's stack. At its end, ``torch.inference_mode`` restores torch's
+        state from its beginning: a mode that was left within it would be expected again, and the next operator would fail.
+        """
+        is_restored = torch.is_inference_mode_enabled() and not self._in_inference_mode
+        if self._is_entered and not is_restored and _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._is_entered = False
+        return not self._is_entered
 
 
 def obstacle(models: Collection[torch.nn.Module]) -> str:

@@ -93,6 +93,9 @@ AUTOCAST_MADE = Calls((torch.amp.autocast_mode.autocast, "__init__"), device_typ
 AUTOCAST_CACHE_CLEARED = Calls((torch, "clear_autocast_cache"))
 #: Listeners receive the optimizer that is to be made, or has been made.
 OPTIMIZER_MADE = Calls((torch.optim.Optimizer, "__init__"), optimizer=0)
+#: Inference mode is about to begin or to end. At its end torch restores its state from the beginning: a dispatch mode that was
+#: left in between is expected again, and one that was entered in between is forgotten.
+INFERENCE_MODE = Calls((torch.inference_mode, "__enter__"), (torch.inference_mode, "__exit__"))
 PROFILER_MADE = Calls((torch.autograd.profiler.profile, "__init__"))
 #: ``module.compile()`` calls this function too. Listeners receive the model or function that is to be compiled.
 COMPILED = Calls((torch, "compile"), model=0)

@@ -60,7 +60,7 @@ class Capture(Dispatcher):
         recording: receives the captured data.
         eager_samples: run the model's compiled regions eagerly in the training forwards of sampled steps.
         diagnosing: makes the observers that measure for diagnoses, if any.
-        forward_follows: in an inference, where each forward is a step: called when one follows another. None in a training.
+        before_forward: in an inference, where each forward is a step: called when one follows another. None in a training.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Capture(Dispatcher):
         limit: Limit | None = None,
         eager_samples: bool = False,
         diagnosing: MakesObservers | None = None,
-        forward_follows: Callable[[], None] | None = None,
+        before_forward: Callable[[], None] | None = None,
     ) -> None:
         self._layers, self._parameters = list(layers), list(parameters)
         self._kinds = frozenset(kinds)
@@ -100,7 +100,7 @@ class Capture(Dispatcher):
             scalers,
             recording,
             eager_samples=eager_samples and (watch or bool(self._kinds & {ACTIVATION, ACTIVATION_GRADIENT})),
-            forward_follows=forward_follows,
+            before_forward=before_forward,
         )
         is_metered = budget is not None or limit is not None
         if is_metered:
@@ -112,7 +112,7 @@ class Capture(Dispatcher):
         self._broken_weights = BrokenWeights(self._parameters)
         self._tally = Tally(recording.note, recording.scale)
         self._counting = Counting(
-            self._kinds, self._parameters, self._tally, self._precision, is_inference=forward_follows is not None
+            self._kinds, self._parameters, self._tally, self._precision, is_inference=before_forward is not None
         )
         self._updates = Updates(self._tally, self.optimizers, UPDATE in self._kinds)
         self._observers = (self._counting, self._updates)
@@ -143,7 +143,7 @@ class Capture(Dispatcher):
         self._hooks.hook_modules(
             [layer for layer in self._layers if watches or (layer.counted and outputs) or layer.path in owners]
         )
-        if self._forward_follows is not None:
+        if self._before_forward is not None:
             self._hooks.before_forward([layer for layer in self._layers if not layer.path], self.inference_begins)
         if watches or WEIGHT_GRADIENT in self._kinds:
             self._hooks.hook_parameters(self._parameters)

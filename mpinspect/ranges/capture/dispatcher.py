@@ -73,11 +73,11 @@ class Dispatcher(Guarded):
         scalers: Collection[Any],
         recording: Recording,
         eager_samples: bool,
-        forward_follows: Callable[[], None] | None = None,
+        before_forward: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(recording.note)
         #: In an inference, where each forward is a step: called when one follows another. None in a training.
-        self._forward_follows = forward_follows
+        self._before_forward = before_forward
         self.clock, self._pace, self.optimizers, self._recording = clock, pace, optimizers, recording
         me = weakref.ref(self)
         self._hooks = ModelHooks(me)
@@ -156,7 +156,7 @@ class Dispatcher(Guarded):
 
     def _observe(self, call: Call) -> None:
         layer, recomputed = call.layer, call.recomputed
-        if not recomputed and self._forward_follows is None:
+        if not recomputed and self._before_forward is None:
             if self._has_run:
                 self._runs_again()
             if not layer.path:
@@ -174,22 +174,24 @@ class Dispatcher(Guarded):
         self._hooks.await_gradients(call)
 
     def inference_begins(self) -> None:
-        """End the step of the last forward, if there was one: the whole model is about to run again."""
+        """End the step of the last forward, if there was one: the whole model is about to run."""
         # Not within an entrance, which hides the dispatch modes that this may leave and enter.
-        if self._forward_follows is not None and self._end_forward():
-            self._forward_follows()
+        if self._before_forward is not None and self._end_forward():
+            self._before_forward()
 
     @entrance
     def _end_forward(self) -> bool:
-        if not self.clock.begun or self._is_out_of_reach():
+        """Return whether the next step may begin."""
+        if self._is_out_of_reach():
             return False
-        self.end_step()
+        if self.clock.begun:
+            self.end_step()
         return True
 
     @property
     def _is_of_step(self) -> bool:
         """Whether a forward belongs to a step: in a training only one with gradients does."""
-        return torch.is_grad_enabled() or self._forward_follows is not None
+        return torch.is_grad_enabled() or self._before_forward is not None
 
     def _runs_again(self) -> None:
         """Search for a loss that is not finite if the model has had no backward since: the loop may have left it out."""

@@ -183,7 +183,7 @@ class Attacher(Guarded):
         with self._lock.held():
             self._inspect(model, [], known)
 
-    def inspect_inference(self, model: torch.nn.Module, forward_follows: Callable[[], None]) -> None:
+    def inspect_inference(self, model: torch.nn.Module, before_forward: Callable[[], None]) -> None:
         """Inspect a model that the script calls without training it."""
         with self._lock.held():
             if self.models.is_full:
@@ -191,7 +191,7 @@ class Attacher(Guarded):
                 return
             holders = Holders(frozenset(map(id, model.parameters())), living_modules())
             known = label(unwrapped(model), holders, script_names(holders, ()))
-            self.models.inspect(unwrapped(model), [], known, forward_follows)
+            self.models.inspect(unwrapped(model), [], known, before_forward)
 
     def _inspect(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], known: Label) -> None:
         self.models.inspect(model, optimizers, known)

@@ -108,19 +108,19 @@ class InspectedModels:
         model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         label: Label,
-        forward_follows: Callable[[], None] | None = None,
+        before_forward: Callable[[], None] | None = None,
     ) -> InspectedModel | None:
         """Attach or resume a model's inspector and return the model's entry; None if there are too many models.
 
         Args:
-            forward_follows: as of ``LaunchedInspector``.
+            before_forward: as of ``LaunchedInspector``.
         """
         known = next((each for each in self.all if each.inspector.model is model), None)
         if known is None and self.is_full:
             self.note_that_it_is_full()
             return None
         if known is None:
-            known = self._new(model, optimizers, label, forward_follows)
+            known = self._new(model, optimizers, label, before_forward)
         elif not self._is_over(known):
             known.inspector.resume(optimizers, self._unhookable(model))
         for optimizer in optimizers:
@@ -294,7 +294,7 @@ class InspectedModels:
         model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         label: Label,
-        forward_follows: Callable[[], None] | None,
+        before_forward: Callable[[], None] | None,
     ) -> InspectedModel:
         prepared = self._prepared()
         name = free_name(model, label, {each.name: each.label for each in self.all})
@@ -303,7 +303,7 @@ class InspectedModels:
         tracker = None if self._tracker is None else self._tracker.part(name)
         inspector = LaunchedInspector(
             *(model, self._options, optimizers, self._directory / name, say, unhookable, tracker, self._written),
-            forward_follows,
+            before_forward,
         )
         made = InspectedModel(name, label, inspector)
         # Listed before attaching, which may fail, because the name and the directory are already in use.
@@ -312,7 +312,7 @@ class InspectedModels:
         inspector.attach()
         for record in prepared:
             inspector.record(record)
-        if not optimizers and forward_follows is None:
+        if not optimizers and before_forward is None:
             self._pause_the_oldest_without_optimizers()
         return made
 

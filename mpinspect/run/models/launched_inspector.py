@@ -42,7 +42,7 @@ class LaunchedInspector(Inspector):
         unhookable: ids of modules that must not be hooked, since they are compiled.
         tracker: receives the model's scalars; the launch uploads the page to it.
         written: called after each write of its record, on the thread that writes; must not raise.
-        forward_follows: in an inference, where each forward is a step: called when one follows another. None in a training.
+        before_forward: in an inference, where each forward is a step: called when one follows another. None in a training.
     """
 
     #: The launch ends the inspector, not an exit handler.
@@ -58,14 +58,14 @@ class LaunchedInspector(Inspector):
         unhookable: Collection[int] = (),
         tracker: Tracker | None = None,
         written: Callable[[], None] | None = None,
-        forward_follows: Callable[[], None] | None = None,
+        before_forward: Callable[[], None] | None = None,
     ) -> None:
-        self._say, self._tell_forward_follows = say, forward_follows
+        self._say, self._tell_before_forward = say, before_forward
         self._written = written
         self._has_announced = False
         self._model = weakref.ref(model)
         self._selection = model_layers.Selection(options.include, options.exclude)
-        is_inference = forward_follows is not None
+        is_inference = before_forward is not None
         kinds = _kinds(model, options.kinds)
         chosen: dict[str, Any] = {}
         if is_inference:
@@ -173,9 +173,9 @@ class LaunchedInspector(Inspector):
         if self._capture.listener is not None:
             self._capture.listener.backward_called(losses)
 
-    def _forward_follows(self) -> None:
-        if self._tell_forward_follows is not None:
-            self._tell_forward_follows()
+    def _before_forward(self) -> None:
+        if self._tell_before_forward is not None:
+            self._tell_before_forward()
 
     def rest(self, resting: bool) -> None:
         """Suspend counting and watching and drop the open step's data, or resume; steps are numbered meanwhile."""

@@ -137,9 +137,15 @@ class OneStep(Guarded):
             self._step_ended(None)
 
     @guarded
-    def forward_follows(self) -> None:
+    def before_forward(self) -> None:
         """Begin or end the recorded step when a forward of an inference follows another one."""
         self.backward_ended()
+
+    @guarded
+    def inference_mode_changes(self) -> None:
+        """End the recorded step here, in an inference (``INFERENCE_MODE``)."""
+        if self._is_inference and self._is_its_thread:
+            self._finish_products("")
 
     def _is_replaced(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether another optimizer trains now, as after a resume or in a new phase, and may have other precisions."""
@@ -271,7 +277,7 @@ class OneStep(Guarded):
             self._is_inference,
         )
         # The recorder of products, above on the stack, decomposes composite operators.
-        twice.__enter__()  # type: ignore[no-untyped-call]
+        twice.__enter__()
         products.begin()
         self._recorded = _Recorded(products, twice, tuple(models), self._models.steps())
 

@@ -22,7 +22,7 @@ from mpinspect.run.models import owners
 from mpinspect.runtime.compiled_graphs import KEEPING
 from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.hooks import ModelHook
-from mpinspect.runtime.torch_calls import BACKWARD, COMPILED, GRADIENTS
+from mpinspect.runtime.torch_calls import BACKWARD, COMPILED, GRADIENTS, INFERENCE_MODE
 from mpinspect.runtime.wrappers import submodules
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class TorchPatches:
             *(_replace(owner, name, _without_our_hooks) for owner, name in _TRACERS if hasattr(owner, name)),
         ]
         COMPILED.listen(self._compiled, after=True)
+        INFERENCE_MODE.listen(self._listener.inference_mode_changes)
         KEEPING.begin(self)
         self.watch_backwards(True)
         self.listen_last()
@@ -62,6 +63,7 @@ class TorchPatches:
         self.watch_backwards(False)
         self.watch_backwards_ends(False)
         COMPILED.unlisten(self._compiled)
+        INFERENCE_MODE.unlisten(self._listener.inference_mode_changes)
         KEEPING.end(self)
         while self._replaced:
             _put_back(self._replaced.pop())

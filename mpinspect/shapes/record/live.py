@@ -15,10 +15,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from mpinspect.reporting.words import number_of
 from mpinspect.runtime import own_code
+from mpinspect.runtime.dispatch import OwnMode
 from mpinspect.runtime.hooks import HandleList
 from mpinspect.shapes.operators.gemm import dtype_name
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
@@ -55,7 +55,6 @@ class LiveMatmuls:
         parameters = Parameters(self._model, {id(parameter): parameter for parameter in self._model.parameters()})
         self._mode = _LiveMode(self.calls, parameters)
         self._device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
-        self._left = False
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
@@ -64,7 +63,7 @@ class LiveMatmuls:
         self.calls.follow()
         if self._device == "cpu":
             observe_attention(True)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode.__enter__()
         self._mode.recording = True
 
     def end(self, stopped: str = "") -> MatmulRecording | None:
@@ -105,14 +104,11 @@ class LiveMatmuls:
             )
 
     def leave(self) -> bool:
-        """Exit the mode. Return False while a mode of the script is above it on the stack; it then passes everything on."""
-        if not self._left and _get_current_dispatch_mode() is self._mode:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._left = True
-        return self._left
+        """Exit the mode. Return False where that isn't possible now; it then passes everything on."""
+        return self._mode.leave()
 
 
-class _LiveMode(MatmulMode):  # type: ignore[no-untyped-call]
+class _LiveMode(OwnMode, MatmulMode):  # type: ignore[no-untyped-call]
     """Pass every operator on; an error in the recording ends only the recording."""
 
     #: If False, torch refuses higher-order operators while the mode is active.

@@ -30,7 +30,7 @@ _USING = frozenset(
         *(aten.scatter_reduce, aten.scatter_reduce_, aten.nll_loss_forward),
         *(aten.where, aten.masked_fill, aten.masked_fill_, aten.masked_select, aten.masked_scatter, aten.mul_),
         *(aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.mul, aten.remainder, aten.floor_divide),
-        *(aten.clamp, aten.clamp_, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum),
+        *(aten.eq, aten.ne, aten.clamp, aten.clamp_, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum),
     }
 )
 #: The fewest integers that are judged, and the least share of them that rounding decides.

@@ -316,7 +316,7 @@ class Preparation:
         """Enter the dispatch mode on this thread."""
         self._tensors = [PreparedTensors(self._used_up, each) for each in (OF_NARROW, OF_FP32)]
         self._mode = Twice(self._tensors, RunningModules(), failed=self._failed)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._mode.__enter__()
 
     def end(self) -> None:
         """Exit the mode; within a backward or a mode of the script, and on another thread, it passes everything on."""

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from mpinspect.ranges.capture import optimizer_steps, scalers
 from mpinspect.ranges.capture.recording import Recording
@@ -27,9 +26,10 @@ from mpinspect.ranges.faults.measure.truncated_writes import TruncatedWrites
 from mpinspect.ranges.records import Record
 from mpinspect.runtime.compiled_graphs import KEEPING, CallsGraphs, is_any_compiled
 from mpinspect.runtime.device import is_capturing
-from mpinspect.runtime.dispatch import doubt, obstacle
-from mpinspect.runtime.guard import Guarded, guarded
+from mpinspect.runtime.dispatch import OwnMode, doubt, obstacle
+from mpinspect.runtime.guard import Guarded, guarded, hides_modes
 from mpinspect.runtime.hooks import HandleList
+from mpinspect.runtime.torch_calls import INFERENCE_MODE
 from mpinspect.runtime.wrappers import named_plainly, plain_names
 
 #: The first step that an inspector has computed twice: before it, optimizers have no state.
@@ -127,7 +127,7 @@ class Follower(Protocol):
         """Return the records, once the step has ended."""
 
 
-class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Twice(OwnMode):  # type: ignore[no-untyped-call]
     """Runs every operator unchanged, then has it computed again and its loss scale followed.
 
     Args:
@@ -191,12 +191,9 @@ class Twice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._computations, self._followers = [], []
 
     def leave(self) -> bool:
-        """Stop, and exit the mode. Return False while a mode of the script is above it on this thread's stack."""
+        """Stop, and exit the mode. Return False where that isn't possible now."""
         self.stop()
-        if _get_current_dispatch_mode() is not self:
-            return False
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return True
+        return super().leave()
 
     def _computing(self) -> Sequence[Recomputation]:
         """Return what computes the operator that runs again; nothing for a part of a validation."""
@@ -332,17 +329,27 @@ class SecondSteps(Guarded):
         KEEPING.begin(self)
         optimizer_steps.listen(self)
         scalers.listen(self)
-        self.step_may_have_ended()
+        if self._is_inference:
+            INFERENCE_MODE.listen(self.inference_mode_changes)
+        else:
+            self.step_may_have_ended()
 
     @guarded
     def detach(self) -> None:
         """Stop listening, and leave a step that has not ended uncounted."""
         optimizer_steps.unlisten(self)
         scalers.unlisten(self)
+        INFERENCE_MODE.unlisten(self.inference_mode_changes)
         KEEPING.end(self)
         self._running.unfollow()
         if self._twice is not None:
             self._twice.leave()
+
+    @guarded
+    def inference_mode_changes(self) -> None:
+        """End a step that was computed twice up to here, in an inference (``INFERENCE_MODE``)."""
+        if threading.get_ident() == self._thread and not hides_modes():
+            self._end(self._step)
 
     # -- called by optimizers and scalers ---------------------------------------------------------------------------
 
@@ -404,7 +411,7 @@ class SecondSteps(Guarded):
             in_fp64=in_fp64,
             is_inference=self._is_inference,
         )
-        self._twice.__enter__()  # type: ignore[no-untyped-call]
+        self._twice.__enter__()
 
     def _end(self, step: int) -> None:
         self._running.unfollow()

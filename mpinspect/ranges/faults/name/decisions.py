@@ -45,7 +45,7 @@ def _integers_rounded(case: Case) -> Iterator[Found]:
 class _Choices(Sentences):
     OTHERS = (
         "In step {step}, in {place}, {choice} of numbers in {dtype:format} makes other integers than in FP32: {changed:.0f} of "
-        "{of:.0f}, such as {given:.0f} in place of {exact:.0f}. They are used as indices or weights."
+        "{of:.0f}, such as {given:.0f} in place of {exact:.0f}. They are used as indices or weights, or compared."
     )
     OTHER_MASK = (
         "In step {step}, in {place}, {choice} of numbers in {dtype:format} has another result than in FP32 in {changed:.0f} of "
@@ -65,6 +65,7 @@ class _Choices(Sentences):
     )
     TABLE_IN_FP32 = "Compute and keep the table in FP32. A cast of the model casts its buffers too."
     POSITION = "position = x.float() * scale\nlow = position.floor().long()"
+    SCORES = "# from operands in FP32\nscores = a.float() @ b.float().T"
     CUMSUM = "# or torch.multinomial\ntable = probabilities.float().cumsum(0)"
 
 
@@ -93,7 +94,9 @@ def _choices_differ(case: Case) -> Iterator[Found]:
             choices,
             says,
             _Choices.TABLE_IN_FP32.when(is_crowded) or _Choices.DECIDE_IN_FP32,
-            _Choices.CUMSUM.when(is_crowded) or _Choices.POSITION.when(operator == "_to_copy"),
+            _Choices.CUMSUM.when(is_crowded)
+            or _Choices.POSITION.when(operator == "_to_copy")
+            or _Choices.SCORES.when(operator in ("argmax", "argmin")),
             {"choice": _CHOICES.get(operator, operator)},
             is_inferred=not choices.of,
         )
