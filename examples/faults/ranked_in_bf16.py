@@ -1,4 +1,4 @@
-"""A retriever encodes and ranks in BF16: similarities near one differ in their last bits, so that equal scores decide by order."""
+"""A retriever encodes and ranks in BF16: similarities near one differ in their last bits, and equal scores decide by order."""
 
 # Thread: https://github.com/huggingface/sentence-transformers/issues/3894
 # Finding: choices-differ, from step 1
