@@ -285,6 +285,8 @@ class _Fits(Sentences):
 
 def _scale(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice) -> Iterator[str]:
     """Yield a sentence on the run's own loss scale (FP16), or on FP16's need (BF16 and FP32 runs), by the advice for FP16."""
+    if session.info.inference:
+        return
     if format == FLOAT16:
         yield from _own_scale(session, fp16)
         return

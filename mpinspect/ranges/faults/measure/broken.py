@@ -65,10 +65,11 @@ class Broken:
     Args:
         origins: the operators that made large or small values, which lead to infinities.
         makers: the operators that have got autograd's nodes.
+        is_inference: whether every result counts, in place of those on which a gradient depends.
     """
 
-    def __init__(self, origins: Origins, makers: Makers) -> None:
-        self._origins, self._makers = origins, makers
+    def __init__(self, origins: Origins, makers: Makers, is_inference: bool = False) -> None:
+        self._origins, self._makers, self._is_inference = origins, makers, is_inference
         self.born: list[BornInfinite] = []
         #: The results of a forward's operators of that kind, and the tensors computed from them.
         self._fates: Marks[_Fate] = Marks()
@@ -100,10 +101,10 @@ class Broken:
         records = frozenset().union(*(fate.records for fate in fates))
         for fate in fates:
             fate.is_taken = True
-        if operator is aten.copy_:
+        if operator is aten.copy_ or (self._is_inference and operator is aten._local_scalar_dense):
             self._harmful |= records
         for each in filter(has_storage, results) if records else ():
-            self._follow(each, records, is_of_graph and each.is_floating_point())
+            self._follow(each, records, is_of_graph and (self._is_inference or each.is_floating_point()))
 
     def _follow(self, result: torch.Tensor, records: frozenset[BornInfinite], is_of_graph: bool) -> None:
         fate = _Fate(records, is_of_graph)
@@ -178,7 +179,7 @@ class Broken:
             before = self._fates.of(value) or _Fate(frozenset(), False)
             before.is_taken = True
             records = frozenset([record]) | before.records
-            self._follow(value, records, pending.node is not None)
+            self._follow(value, records, self._is_inference or pending.node is not None)
 
     def _last_narrow(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """Return the operator, line, module and dtype of the last operator in 16 bits before some tensors; () if unknown."""

@@ -178,6 +178,10 @@ class KeptSums:
         """Return whether an operand is a tensor that is older than the step, and neither a weight nor a gradient."""
         return isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self._other
 
+    def is_of_model(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a buffer, or a weight that no optimizer steps."""
+        return storage_key(tensor) in self._names
+
     def is_old(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is kept, or has the values of kept ones."""
         return self.keeps(tensor) or storage_key(tensor) in self._moved

@@ -54,6 +54,7 @@ class WholeStep(SecondComputation):
         parameters: _Parameters,
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
         by_hand: bool = False,
+        is_inference: bool = False,
     ) -> None:
         parameters = list(parameters)
         # Without a reference cycle: the model must be freed with its last user.
@@ -65,7 +66,9 @@ class WholeStep(SecondComputation):
             lambda *given: own._differentiated(*given),
             lambda error: own._not_repeated(error),
         )
-        super().__init__(lambda: module() if repeats.path is None else repeats.path, parameters, buffers, by_hand)
+        super().__init__(
+            lambda: module() if repeats.path is None else repeats.path, parameters, buffers, by_hand, is_inference
+        )
         self._repeats = repeats
         self._of_optimizers: list[OptimizerArithmetic] = []
         #: Whether compiled code has something finite that is not finite in its eager form.

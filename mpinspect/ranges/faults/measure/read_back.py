@@ -49,10 +49,11 @@ class ReadBack:
 
     Args:
         kept: knows which tensors are older than the step, and judges their changes.
+        of_model: whether only the model's own tensors count, since a forward's inputs are older than its step, too.
     """
 
-    def __init__(self, kept: KeptSums) -> None:
-        self._kept = kept
+    def __init__(self, kept: KeptSums, of_model: bool = False) -> None:
+        self._kept, self._of_model = kept, of_model
         #: Nothing is followed in an optimizer's step, whose states have faults of their own.
         self.is_on = True
         self._of: Marks[_Read] = Marks()
@@ -121,7 +122,8 @@ class ReadBack:
         """Return what a tensor was computed from: itself if it is narrow and older than the step."""
         if read := self._of.of(tensor):
             return read
-        is_kept = tensor.dtype in OF_NARROW.narrow and not tensor.is_meta and self._kept.keeps(tensor)
+        keeps = self._kept.is_of_model if self._of_model else self._kept.keeps
+        is_kept = tensor.dtype in OF_NARROW.narrow and not tensor.is_meta and keeps(tensor)
         return _Read(tensor.detach()) if is_kept else None
 
     def _is_lost(self, read: _Read) -> bool:

@@ -136,6 +136,7 @@ class SecondComputation(Recomputation):
         parameters: the model's parameters by name, whose gradients are compared in the end.
         buffers: the model's buffers by name, whose values persist after a step.
         by_hand: whether the loop updates the weights itself, without an optimizer.
+        is_inference: whether no gradients follow.
     """
 
     def __init__(
@@ -144,8 +145,10 @@ class SecondComputation(Recomputation):
         parameters: Iterable[tuple[str, torch.nn.Parameter]],
         buffers: Iterable[tuple[str, torch.Tensor]] = (),
         by_hand: bool = False,
+        is_inference: bool = False,
     ) -> None:
         super().__init__(module, parameters)
+        self._is_inference = is_inference
         stepped = [each for _, each in self._parameters if each.requires_grad and not by_hand]
         # One at a time: another thread may replace its model's gradients meanwhile.
         others = itertools.chain(stepped, (each.grad for _, each in self._parameters))
@@ -163,11 +166,11 @@ class SecondComputation(Recomputation):
         self._found: defaultdict[type[Record], list[Record]] = defaultdict(list)
         self._nearest_end: NearestEnd | None = None
         self._origins = Origins()
-        self._broken = Broken(self._origins, self._makers)
+        self._broken = Broken(self._origins, self._makers, is_inference)
         self._effects = Effects()
         self._growth = Growth()
         self._edges = Edges()
-        self._read_back = ReadBack(self._kept)
+        self._read_back = ReadBack(self._kept, is_inference)
         self._additions = Additions(self._kept)
         #: The first difference of numbers too large for FP32 at each line.
         self._coarse: dict[str, AmplifiedError] = {}
@@ -291,7 +294,7 @@ class SecondComputation(Recomputation):
             self._read_back.ran(pending.func.overloadpacket, pending.given[0], results, describe)
         self._kept.ran(pending.func, pending.given[0], results)
         self._read_numbers(pending, result)
-        is_of_graph = pending.node is not None or not is_in_forward()
+        is_of_graph = self._is_inference or pending.node is not None or not is_in_forward()
         self._broken.ran(pending.func.overloadpacket, leaves(pending.given[0]), leaves((result,)), is_of_graph)
 
     def _judge(self, pending: Pending, results: list[torch.Tensor]) -> None:

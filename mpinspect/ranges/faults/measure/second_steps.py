@@ -242,7 +242,7 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
         is_inference: bool = False,
     ) -> None:
         self._powers = PowersOfScale(running.path, parameters)
-        self._step = WholeStep(running.path, parameters, buffers, by_hand)
+        self._step = WholeStep(running.path, parameters, buffers, by_hand, is_inference)
         followers: list[Follower] = [StuckNumbers(running.path), TruncatedWrites(running.path)]
         if not is_compiled:
             followers.append(self._powers)
