@@ -696,7 +696,8 @@ class BrokenLoss(Record, kind="broken-loss"):
 
 
 class Positions(Record, kind="positions"):
-    """Consecutive whole numbers that rounding made equal. ``names``: the operator that rounded them, and their use.
+    """Consecutive whole numbers that rounding made equal. ``names``: the operator that rounded them, their use, and the line of
+    the operator, or the line that takes them if they are older than the step.
 
     Args:
         largest: the largest number, if known.

@@ -122,7 +122,7 @@ def test_an_fp32_inference_tells_what_fp16_would_overflow(size, is_beyond, tmp_p
     with watched(tmp_path) as run:
         _infer(model, size * torch.ones(2, 4))
     sentences = " ".join(analyse(_session(run)).verdict.sentences)
-    assert ("would overflow: of '0'" in sentences) is is_beyond
+    assert ("the activations of '0' would overflow" in sentences) is is_beyond
     assert ("no counted activation would overflow" in sentences) is not is_beyond
 
 

@@ -266,7 +266,8 @@ for _ in range(4):
     )
     ended = launched.watched(folder, "train.py", forked=True)
     text = " ".join(ended.err.split())
-    assert "Warning: In '0' (Clock) whole numbers up to 7255 are in BF16, which keeps 9 of these 256 distinct" in text
+    assert "Warning: In '0' (Clock, train.py:" in text
+    assert "whole numbers up to 7255 are in BF16, which keeps 9 of these 256 distinct" in text
     assert "Healthy" not in text
     (model,) = json.loads((tmp_path / launched.RUN_DIR / "report.json").read_text())["models"]
     (finding,) = [each for each in model["ranges"]["findings"] if each["id"] == "positions-collapse"]

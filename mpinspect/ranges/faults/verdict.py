@@ -384,8 +384,8 @@ class _Healthy(Sentences):
     INFERENCE = "{healthy}: the outputs need no other precision."
     INFERENCE_FITS = "In FP16, no counted activation would overflow: the largest magnitude is {largest:.3g}."
     INFERENCE_OVERFLOWS = (
-        "In FP16, activations would overflow: of {layers}, with magnitudes up to {largest:.3g}. Keep these modules in FP32 or "
-        "BF16 there."
+        "In FP16, the activations of {layers} would overflow: their magnitudes are up to {largest:.3g}. Keep these modules in "
+        "FP32 or BF16 there."
     )
 
     KEEP_BF16 = "{healthy}: the precision needs no change. Keep BF16."

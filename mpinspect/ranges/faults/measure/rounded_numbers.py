@@ -5,6 +5,7 @@ differences of whole numbers too large for FP32.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import Positions
 from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.outputs import leaves
+from mpinspect.runtime.user_line import innermost_line
 
 aten = torch.ops.aten
 
@@ -60,10 +62,14 @@ Watcher = Callable[[tuple[Any, ...], dict[str, Any], Any, Where], None]
 
 
 class _Rounded(NamedTuple):
-    """Rounded whole numbers, the operator that rounded them, and the number of operators since."""
+    """Rounded whole numbers, the operator that rounded them and its line, and the number of operators since.
+
+    For numbers from before the step, it is the line that takes them.
+    """
 
     operator: str
     numbers: Positions
+    line: str
     hops: int = 0
 
 
@@ -141,7 +147,7 @@ class RoundedNumbers:
             after = _representable(int(largest), source.dtype)
             numbers = Positions(largest=largest, before=largest + 1, after=after, is_table=False)
             numbers = replace(numbers, name=where(), text=dtype_name(source.dtype))
-            self._remember(source, _Rounded("", numbers))
+            self._remember(source, _Rounded("", numbers, innermost_line(sys._getframe())))
 
     def _scaled(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
         """Follow a phase or an angle; its whole numbers may have been made before the step."""
@@ -171,7 +177,7 @@ class RoundedNumbers:
         numbers = _collapsed(exact.flatten(), rounded.flatten())
         if numbers is not None:
             numbers = replace(numbers, name=where(), text=dtype_name(result.dtype))
-            self._remember(result, _Rounded(operator, numbers))
+            self._remember(result, _Rounded(operator, numbers, innermost_line(sys._getframe())))
 
     def _is_worth_reading(self, source: Any, result: Any) -> bool:
         """Return whether values may be compared; subtract the cost from the remaining allowance."""
@@ -225,7 +231,7 @@ class RoundedNumbers:
         origin = origins[0]
         if origin is None or None in origins or self.found is not None:
             return
-        self.found = replace(origin.numbers, names=(origin.operator, how))
+        self.found = replace(origin.numbers, names=(origin.operator, how, origin.line))
         self._rounded = Marks()
 
     def _of(self, tensor: Any) -> _Rounded | None:

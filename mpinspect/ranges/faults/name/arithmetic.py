@@ -143,7 +143,7 @@ def _stuck(stuck: Sequence[Statistics]) -> Found:
 
 class _Whole(Sentences):
     COLLAPSED = (
-        "In {module} {which} are in {dtype:format}, which keeps {after:.0f} of these {before:.0f} distinct: neighbours become "
+        "In {place} {which} are in {dtype:format}, which keeps {after:.0f} of these {before:.0f} distinct: neighbours become "
         "one position, timestep or index{before_use}."
     )
     ANGLES = "Compute positions, and everything derived from them, in FP32; cast only the cosines and sines."
@@ -185,7 +185,7 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
     """
     found = sorted(case.recorded(Positions), key=lambda each: not each.is_table)
     for measured in found[:1]:
-        operator, used = measured.names or ("", "")
+        operator, used, line = (*measured.names, "", "", "")[:3]
         fix, code = _Whole.INDICES, _Whole.INTEGER_INDICES
         if operator == "cumsum":
             fix, code = _Whole.SUMS, _Whole.INTEGER_SUMS
@@ -194,15 +194,14 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
             fix = _Whole.CAST_ANGLES.when(is_cast) or _Whole.ANGLES
             code = _Whole.INTEGER_ANGLES.when(is_cast) or _Whole.WIDE_ANGLES
         words = {
-            "module": module_named(measured.name),
+            "place": module_named(measured.name) + bracketed(line) if measured.name or not line else line,
             "which": _whole_numbers(measured, operator),
             "dtype": measured.text,
             "before_use": filled(" before they {}", used),
         }
-        more = {"layer": measured.name, "is_inferred": not measured.is_table}
-        yield Found.of(
-            case, [measured], _Whole.COLLAPSED, fix, code, words=words, evidence={"dtype": measured.text}, **more
-        )
+        more = {"layer": measured.name, "is_inferred": not measured.is_table, "before": [line] * bool(line)}
+        evidence = {"dtype": measured.text, "line": line}
+        yield Found.of(case, [measured], _Whole.COLLAPSED, fix, code, words=words, evidence=evidence, **more)
 
 
 def _whole_numbers(measured: Positions, operator: str) -> str:
