@@ -853,6 +853,7 @@ class PreparedError(Record, kind="prepared-error"):
         changed: the number of whole numbers that a cast has changed.
         flushed: the number of its zeros whose twins are no smaller than 2^-11 of the twin's largest element.
         ones: the number of its ones whose twins are other numbers.
+        equal: the number of elements that equal the one before, of a tensor whose twin rises or falls throughout.
         value, exact: the worst element, and the twin's.
         times: the number of additions to a running sum that was not followed to its end; 0 for a tensor that was. ``error`` is
             then the lost part of the terms.
@@ -867,6 +868,7 @@ class PreparedError(Record, kind="prepared-error"):
     changed: float = 0
     flushed: float = 0
     ones: float = 0
+    equal: float = 0
     times: float = 0
     unchanged: float = 0
 
@@ -1144,8 +1146,8 @@ class ChangedChoices(Record, kind="second-choices"):
 
     @property
     def is_of_crowded_table(self) -> bool:
-        """Whether most entries of the searched table equal another one."""
-        return self.entries is not None and (self.distinct or 0) * 2 <= self.entries
+        """Whether most entries of the searched table equal another one, or the one that is searched does."""
+        return self.entries is not None and (not self.of or (self.distinct or 0) * 2 <= self.entries)
 
 
 class RoundedArgument(Record, kind="second-argument"):

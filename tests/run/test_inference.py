@@ -217,6 +217,37 @@ def test_code_after_a_forward_in_inference_mode_is_computed_twice(tmp_path):
     assert (born.name, born.names[0], born.step) == ("", "pow", 0)
 
 
+@pytest.mark.parametrize("is_searched", [True, False])
+def test_a_schedule_with_equal_numbers_is_named_where_one_of_them_is_searched(is_searched, tmp_path):
+    model = nn.Linear(4, 2).bfloat16().eval()
+    with watched(tmp_path) as run, torch.no_grad():
+        times = torch.linspace(1.0, 0.002, 400, dtype=torch.bfloat16)
+        for time in times[:3]:
+            model(torch.full((1, 4), float(time), dtype=torch.bfloat16))
+            if is_searched:
+                (times - time).abs().argmin()
+    found = {finding.id: finding for finding in analyse(_session(run)).findings}
+    assert ("choices-differ" in found, "prepared-in-16-bits" in found) == (is_searched, is_searched)
+    if is_searched:
+        evidence = found["prepared-in-16-bits"].evidence
+        assert (evidence["operator"], evidence["equal"]) == ("linspace", int((times.diff() == 0).sum()))
+
+
+@pytest.mark.parametrize(("spread", "is_told"), [(0.001, True), (1.0, False)])
+def test_a_choice_that_is_compared_with_others_is_judged(spread, is_told, tmp_path):
+    model = nn.Linear(1, 128).bfloat16().eval()
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.fill_(1.0)
+    with watched(tmp_path) as run, torch.no_grad():
+        scores = model(torch.zeros(128, 1, dtype=torch.bfloat16)) + (1 + spread * torch.eye(128)).bfloat16()
+        (scores.argmax(1) == torch.arange(128)).float().mean()
+        exact = 2 + spread * torch.eye(128)
+    found = [finding for finding in analyse(_session(run)).findings if finding.id == "choices-differ"]
+    assert bool(found) is is_told
+    assert bool((scores.argmax(1) != exact.argmax(1)).any()) is is_told
+
+
 # -- the inspector -------------------------------------------------------------------------------------------------------
 
 

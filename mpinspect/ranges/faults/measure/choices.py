@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.twins import Marks
+from mpinspect.ranges.faults.measure.twins import NARROW, Marks
 from mpinspect.ranges.records import ChangedChoices
 
 aten = torch.ops.aten
@@ -39,6 +39,8 @@ _FEWEST, _LEAST_CHANGED = 64, 0.05
 _LEAST_REGRET = 0.1
 #: A top k is judged from this many rows of scores on, and recorded if this share of them has an arbitrary choice.
 _FEWEST_ROWS, _LEAST_TIED = 8, 0.01
+#: The fewest entries of a table in which a number is searched by its distance.
+_FEWEST_ENTRIES = 16
 #: Entries for each distinct number of a table that rounding has crowded, and the share of its format's numbers that occur.
 _CROWDED, _OCCUPIED = 2, 0.9
 
@@ -84,6 +86,13 @@ class Choices:
                     figures = {"entries": entries, "distinct": len(distinct)}
                     self.used.append(replace(describe(ChangedChoices, **figures), text=dtype_name(dtype)))
                 return
+
+    def looked_up(self, distances: torch.Tensor, describe: _Describe) -> None:
+        """Record a search for a number in a table by its distance, if several entries are that number. Waits for the device."""
+        is_of_table = distances.dtype in NARROW and distances.dim() == 1 and distances.numel() >= _FEWEST_ENTRIES
+        if is_of_table and int((distances == 0).sum()) > 1:
+            figures = {"entries": distances.numel(), "distinct": len(torch.unique(distances))}
+            self.used.append(describe(ChangedChoices, **figures))
 
     def chosen(
         self,

@@ -66,6 +66,8 @@ _PRODUCTS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm})
 _TINY = torch.finfo(torch.float32).tiny
 #: The size of an element, relative to the largest one, below which FP16 would lose it beside that one in any sum.
 _NEGLIGIBLE = 2.0**-11
+#: The least share of numbers of a schedule that become equal to the one before, of at least so many.
+_EQUAL, _FEWEST_OF_SCHEDULE = 0.1, 16
 #: The least share of whole numbers that a cast changes.
 _CHANGED = 0.01
 #: The fewest additions at one line, and to one tensor, and the share of elements without a change, of which a run without a
@@ -237,7 +239,11 @@ class PreparedTensors(Recomputation):
             return _recorded(self._origins.worst_of(value), value, twin, error=error)
         lost = (value == 0) & (twin.abs() >= _NEGLIGIBLE * twin.abs().max()) & (twin != 0)
         flushed = float(lost.sum())
-        return _recorded(self._flushing.of(value), value, twin, lost, flushed=flushed) if flushed else None
+        if flushed:
+            return _recorded(self._flushing.of(value), value, twin, lost, flushed=flushed)
+        equal = _made_equal(value, twin)
+        is_many = float(equal.sum()) >= _EQUAL * len(equal) > 0
+        return _recorded(self._origins.worst_of(value), value, twin, equal=float(equal.sum())) if is_many else None
 
     def _of_result_in_fp32(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
         """Return the record of a tensor in FP32 whose error is large beside the differences of its elements, as of dates."""
@@ -271,6 +277,13 @@ class PreparedTensors(Recomputation):
         changed = float((value.float() != twin).sum())
         is_many = changed >= _CHANGED * value.numel()
         return _recorded(self._origins.worst_of(value), value, twin, changed=changed) if changed and is_many else None
+
+
+def _made_equal(value: torch.Tensor, twin: torch.Tensor) -> torch.Tensor:
+    """Return which numbers of a schedule equal the one before, where the exact ones rise or fall throughout."""
+    steps = twin.diff()
+    is_schedule = twin.numel() >= _FEWEST_OF_SCHEDULE and bool((steps > 0).all() | (steps < 0).all())
+    return value.diff() == 0 if is_schedule else value.new_zeros(0, dtype=torch.bool)
 
 
 def _of_sum(lost: AbsorbedOperand) -> PreparedError:

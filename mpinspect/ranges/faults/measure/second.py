@@ -479,6 +479,8 @@ class SecondComputation(Recomputation):
         if not is_in_forward():
             return
         describe = partial(self._record, pending, result, text=passed_through(self._narrow))
+        if operator is aten.argmin:
+            self._choices.looked_up(given[0], describe)
         if pending.exact is None:
             if table is not None:
                 self._choices.searched(table, describe)

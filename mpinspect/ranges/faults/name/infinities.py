@@ -499,7 +499,7 @@ FAULTS = (
         "warning",
         _input_rounded_away,
         (Born, LayerInFP32, LogSoftmax),
-        _OF_BORN,
+        (*_OF_BORN, "zero-row-normalized"),
         checked=AFTER_BREAK,
     ),
 )

@@ -8,7 +8,7 @@ from mpinspect.numeric.formats import FLOAT32, FORMATS
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.operators import MATTERS, expression, found_at, percent_up_to
-from mpinspect.ranges.records import ROUNDED_DIFFERENCE, ExaminedArgument, PreparedError
+from mpinspect.ranges.records import ROUNDED_DIFFERENCE, ChangedChoices, ExaminedArgument, PreparedError
 from mpinspect.reporting.sentences import Sentences
 
 
@@ -33,6 +33,10 @@ class _Prepared(Sentences):
         "Before the first step, in {place}, a cast to {dtype:format} makes {ones:count number} of {of} equal to 1, such as "
         "{exact:.9g}: 1 minus such a number is zero. That may be the zero in {operation}, in step {broken_step}."
     )
+    EQUAL = (
+        "Before the first step, in {place}, {operator} rounds to {dtype:format}. In a schedule of {of:count number} made from "
+        "its result, {equal:.0f} equal the one before; in FP32 all differ. A search for one of them finds the first."
+    )
     SUM_STOPS = (
         "Before the first step, in {place}, {times:.0f} additions in {dtype:format} to one sum lose {error:percent} of their "
         "terms: each leaves {unchanged:percent} of the elements unchanged. Later additions were not followed."
@@ -44,7 +48,8 @@ class _Prepared(Sentences):
     IN_FP32 = "Compute it in FP32 from FP32 values. Cast the finished tensor if it has to be in fewer bits."
     IN_INTEGERS = (
         "Keep ids, and all numbers whose last digit matters, in int64. {dtype:format} holds every whole number only up to "
-        "{most:.0f}."
+        "{most:.0f}. Numbers that are no ids, such as times, take FP32. A trainer's bf16-true or 16-true casts every batch; its "
+        "bf16-mixed or 16-mixed does not."
     )
     SUM_IN_FP32 = "Keep the running sum, such as the state of a sampler, in FP32, and add FP32 terms to it."
     FLOAT = "# before the loop\ntotal = total.float()"
@@ -73,6 +78,8 @@ def _is_inexact(case: Case) -> Iterator[Found]:
             says, fix, code = _Prepared.SUM_STOPS, _Prepared.SUM_IN_FP32, _Prepared.FLOAT
         elif prepared.changed:
             says, fix, code = _Prepared.ROUNDED, _Prepared.IN_INTEGERS, _Prepared.INTEGERS
+        elif prepared.equal:
+            says = _Prepared.EQUAL
         elif prepared.flushed:
             says = _Prepared.FLUSHED
         elif prepared.ones:
@@ -80,6 +87,9 @@ def _is_inexact(case: Case) -> Iterator[Found]:
         zero = next((each for each in case.recorded(ExaminedArgument) if "zero" in each.text), None)
         if prepared.ones and zero is None:
             # Nothing shows that such a difference matters.
+            continue
+        if prepared.equal and not any(each.is_of_crowded_table for each in case.recorded(ChangedChoices)):
+            # Nothing shows that equal numbers matter.
             continue
         is_mild = says is _Prepared.OFF and prepared.error < MATTERS
         words = {
@@ -94,7 +104,7 @@ def _is_inexact(case: Case) -> Iterator[Found]:
             prepared,
             says,
             fix,
-            code,
+            code.when(not prepared.equal),
             words,
             operator=prepared.names[0],
             is_grave=bool(prepared.broken or prepared.ones),
