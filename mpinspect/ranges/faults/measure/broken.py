@@ -38,8 +38,8 @@ _MOST_NODES = 256
 _MOST_LINES = 5
 #: Operators that read no values: a backward begins with one of its loss's shape.
 _WITHOUT_VALUES = frozenset({aten.ones_like, aten.zeros_like, aten.empty_like, aten.full_like})
-#: Finite results of infinite operands are right up to this relative error.
-_HARMLESS = 0.05
+#: Finite results of infinite operands are right up to this relative error, and up to this part of the largest element.
+_HARMLESS, _NEGLIGIBLE = 0.05, 2.0**-11
 
 _Describe = Callable[..., Any]
 
@@ -111,8 +111,16 @@ class Broken:
         self._all_fates.append(fate)
         self._fates.put(result, fate)
 
-    def is_finite(self, result: torch.Tensor, twin: torch.Tensor, operands: Iterable[torch.Tensor]) -> None:
-        """Handle a finite result: infinities before it did no harm if it is right nevertheless, as a tanh's is."""
+    def is_right(self, result: torch.Tensor) -> None:
+        """Handle a result that is right: infinities before it did no harm."""
+        if self._all_fates and (fate := self._fates.of(result)):
+            fate.is_taken = True
+            self._fates.put(result, None)
+
+    def is_finite(
+        self, operator: Any, result: torch.Tensor, twin: torch.Tensor, operands: Iterable[torch.Tensor]
+    ) -> None:
+        """Handle a finite result, which may be right nevertheless, as a tanh's is."""
         fate = self._fates.of(result) if self._all_fates else None
         if fate is None:
             return
@@ -120,13 +128,15 @@ class Broken:
         broken = [~each.isfinite() for each in operands if each.shape == result.shape and not is_finite(each)]
         if broken:
             where = torch.stack(broken).any(0)
-            is_right = bool(((result.float() - twin).abs() <= _HARMLESS * twin.abs())[where].all())
+            exact = twin.abs()
+            bound = _HARMLESS * exact + _NEGLIGIBLE * exact.max()
+            is_right = bool(((result.float() - twin).abs() <= bound)[where].all())
         else:
             is_right = relative_error(result, twin) <= _HARMLESS
         if is_right:
-            fate.is_taken = True
-            self._fates.put(result, None)
-        elif fate.is_of_graph:
+            self.is_right(result)
+        elif fate.is_of_graph and operator is not aten.nan_to_num:
+            # A clamp may follow a replacement of infinities.
             self._harmful |= fate.records
 
     def judge(
@@ -140,6 +150,9 @@ class Broken:
         """
         broken, of = ~value.float().isfinite(), float(value.numel())
         born, of_precision = broken & local.isfinite(), broken & twin.isfinite()
+        if not is_in_forward() and bool(of_precision.any()):
+            reached = filter(None, map(self._fates.of, numbers_of(pending.given[0])))
+            self._harmful.update(*(fate.records for fate in reached))
         if bool(born.any()) and value.dtype in OF_NARROW.narrow:
             self._add(pending, value, born, float(local[born].abs().max()), describe)
         elif self.born:

@@ -20,6 +20,9 @@ CHOOSING = frozenset({aten._to_copy, aten.argmax, aten.argmin, aten.max, aten.mi
 SEARCHING = {aten.searchsorted: 0, aten.bucketize: 1}
 #: Operators that choose the place of the best of several numbers.
 BEST = frozenset({aten.argmax, aten.argmin, aten.max, aten.min})
+_NAMES_OF_BEST = frozenset(each.__name__ for each in BEST)
+#: Operators that compare a chosen place with the right one.
+_COMPARING = frozenset({aten.eq, aten.ne})
 ROUNDING = frozenset({aten.floor, aten.ceil})
 #: Operators that use integers and masks as indices, conditions or weights, or compute with them.
 _USING = frozenset(
@@ -30,7 +33,7 @@ _USING = frozenset(
         *(aten.scatter_reduce, aten.scatter_reduce_, aten.nll_loss_forward),
         *(aten.where, aten.masked_fill, aten.masked_fill_, aten.masked_select, aten.masked_scatter, aten.mul_),
         *(aten.add, aten.add_, aten.sub, aten.sub_, aten.rsub, aten.mul, aten.remainder, aten.floor_divide),
-        *(aten.eq, aten.ne, aten.clamp, aten.clamp_, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum),
+        *(aten.clamp, aten.clamp_, aten.clamp_min, aten.clamp_max, aten.minimum, aten.maximum),
     }
 )
 #: The fewest integers that are judged, and the least share of them that rounding decides.
@@ -61,9 +64,12 @@ class Choices:
 
     def use(self, func: Any, given: Iterable[Any]) -> None:
         """Handle an operator that is about to run."""
-        if func.overloadpacket in _USING:
+        is_comparison = func.overloadpacket in _COMPARING
+        if is_comparison or func.overloadpacket in _USING:
             for each in given:
-                if isinstance(each, torch.Tensor) and (made := self._made.of(each)):
+                made = self._made.of(each) if isinstance(each, torch.Tensor) else None
+                # Of other integers, a comparison makes a count for a log.
+                if made is not None and (not is_comparison or made.names[0] in _NAMES_OF_BEST):
                     self._made.put(each, None)
                     self.used.append(made)
 

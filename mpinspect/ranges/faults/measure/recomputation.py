@@ -542,7 +542,11 @@ class Recomputation:
                 self._compare_choices(pending, value, decided)
                 self._twins.add(value, decided, is_cast=False)
                 return
+            self._decided_rightly(value)
         self._forget([value])
+
+    def _decided_rightly(self, mask: torch.Tensor) -> None:
+        """Handle a comparison with the exact result."""
 
     def _forget(self, results: list[torch.Tensor]) -> None:
         """Take results, and other tensors in their storages, as exact."""

@@ -309,6 +309,9 @@ class SecondComputation(Recomputation):
         if operator is aten.topk:
             self._compare_ties(pending)
 
+    def _decided_rightly(self, mask: torch.Tensor) -> None:
+        self._broken.is_right(mask)
+
     def _passed_on(self, operands: list[torch.Tensor], results: list[torch.Tensor]) -> None:
         self._origins.passed_on(operands, results)
 
@@ -343,7 +346,7 @@ class SecondComputation(Recomputation):
                 # A mask's infinities hide no error of the other elements.
                 self._origins.passed_on(numbers_of(pending.given[0]), [value])
             return
-        self._broken.is_finite(value, twin, numbers_of(pending.given[0]))
+        self._broken.is_finite(operator, value, twin, numbers_of(pending.given[0]))
         self._growth.ran(numbers_of(pending.given[0]), value, value, twin, partial(self._raising, pending, value))
         if is_in_forward() and value.dtype is torch.float16 and value.numel():
             largest = float(value.abs().max())
