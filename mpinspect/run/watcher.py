@@ -144,7 +144,7 @@ class Watcher(Guarded):
             parts = self._made()
             if not any(each.inspector.model is unwrapped(model) for each in parts.models.all):
                 parts.attaching.inspect_inference(model, parts.one_step.before_forward)
-            parts.one_step.inference_begins()
+                parts.one_step.inference_begins(unwrapped(model))
 
     def _training_begins(self) -> None:
         """Drop the records of models that were only called so far, since the script trains."""

@@ -155,6 +155,30 @@ def test_models_that_a_script_calls_in_turn_have_a_record_each(tmp_path):
     assert [(each.name, each.session.progress.steps) for each in run.parts.models] == [("encoder", 3), ("decoder", 3)]
 
 
+def test_the_first_forwards_of_each_model_are_computed_twice(tmp_path):
+    first, second = nn.Linear(4, 4).half().eval(), Squared().half().eval()
+    with watched(tmp_path) as run:
+        _infer(first, *map(_half, (1, 1, 1, 1)))
+        _infer(second, _half(100))
+    born = [list(recorded(each.session.measurements, BornInfinite)) for each in run.parts.models]
+    assert [[each.step for each in found] for found in born] == [[], [0]]
+
+
+def test_the_outputs_in_a_mapping_are_compared(tmp_path):
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": self.layer(x)}
+
+    model = Named().bfloat16().eval()
+    with watched(tmp_path) as run, torch.no_grad():
+        model(torch.randn(3, 4, dtype=torch.bfloat16))
+    assert any(each.text == "bfloat16" for each in recorded(_session(run).measurements, GradientsError))
+
+
 def test_functions_without_weights_and_traced_models_are_left_alone(tmp_path):
     model = nn.Linear(4, 2).eval()
     with watched(tmp_path) as run:

@@ -494,6 +494,10 @@ class StepChoice:
         self._left_in_fp64 = _IN_FP64
         self._seconds_in_fp64 = MOST_SECONDS_IN_FP64
 
+    def choose(self, steps: Iterable[int]) -> None:
+        """Choose further steps."""
+        self._steps = sorted({*self._steps, *steps})
+
     def passed(self, step: int, work: int, first: str = "", kind: Hashable = None) -> None:
         """Handle the end of a step.
 

@@ -71,11 +71,14 @@ class OneStep(Guarded):
         self._choice = StepChoice((), after_events=0)
         #: How many more optimizers may replace the chosen one and have an early step computed twice.
         self._left_replaced = 0
+        #: Whether further steps are computed twice.
+        self._chooses = False
         if self._wants_matmuls:
             # A budget does not know the cost of a step that is computed twice.
             has_budget = options.max_overhead not in (None, math.inf)
             self._choice = StepChoice((), by_work=False) if has_budget else StepChoice(LATER_STEPS)
-            self._left_replaced = 0 if has_budget else _MOST_REPLACED
+            self._chooses = not has_budget
+            self._left_replaced = _MOST_REPLACED * self._chooses
         #: Steps of the chosen optimizer.
         self._stepped = 0
         self._is_again = self._is_inference = False
@@ -127,14 +130,25 @@ class OneStep(Guarded):
                 self._step_ended(None)
 
     @guarded
-    def inference_begins(self) -> None:
-        """Begin to record at the first forward of a script that trains nothing: each forward is a step."""
+    def inference_begins(self, model: torch.nn.Module) -> None:
+        """Record the first forwards of a model in a script that trains nothing: each forward is a step.
+
+        Args:
+            model: its first forward has begun.
+        """
+        if not self._is_its_thread:
+            return
         if not self._is_inference:
             self._is_inference = True
-            if self._wants_matmuls:
-                self._choice = StepChoice((*range(EARLY_FORWARDS), *LATER_STEPS), by_work=False)
-        if self._is_needed and self._is_its_thread and self._recorded is None:
+            self._choice = StepChoice(LATER_STEPS if self._chooses else (), by_work=False)
+        elif self._recorded is not None:
+            self._step_passed()
+        if self._chooses:
+            self._choice.choose(range(self._stepped, self._stepped + EARLY_FORWARDS))
+        if self._is_needed:
             self._step_ended(None)
+        if self._recorded is not None:
+            self._recorded.products.calls.began_before(model)
 
     @guarded
     def before_forward(self) -> None:

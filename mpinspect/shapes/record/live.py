@@ -221,6 +221,11 @@ class _LiveCalls(ModuleCalls):
         """Remove the hooks."""
         self._handles.remove_all()
 
+    def began_before(self, module: torch.nn.Module) -> None:
+        """Take a module as running whose forward had begun before the hooks were registered."""
+        if id(module) in self._modules and not self._running:
+            self._enter_live(module, ())
+
     def _enter_live(self, module: torch.nn.Module, args: Any) -> None:
         self._enter(module, args)
         if not torch.is_grad_enabled() and not module.training and not self._evaluates_from:

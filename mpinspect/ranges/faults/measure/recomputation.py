@@ -54,7 +54,7 @@ from mpinspect.ranges.faults.measure.twins import (
 from mpinspect.ranges.records import OUTPUTS, GradientsError, Record
 from mpinspect.reporting.words import filled, number_of
 from mpinspect.runtime.device import computes_in_fp64, free_memory
-from mpinspect.runtime.outputs import leaves
+from mpinspect.runtime.outputs import leaves, tensor_list
 from mpinspect.runtime.storages import has_storage, storage_key
 from mpinspect.runtime.user_line import innermost_line
 
@@ -143,7 +143,7 @@ class Recomputation:
         """Compare what a model has returned in an inference, where no gradients follow. Waits for the device."""
         if not self.is_over:
             with _disable_current_modes():
-                for each in filter(has_numbers, leaves((output,))):
+                for each in filter(has_numbers, tensor_list(output)):
                     if self.twin(each) is None:
                         # It is exact, or a tensor that is no result of an operator.
                         continue
