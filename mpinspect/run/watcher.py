@@ -143,8 +143,16 @@ class Watcher(Guarded):
         with self._lock.held():
             parts = self._made()
             if not any(each.inspector.model is unwrapped(model) for each in parts.models.all):
-                parts.attaching.inspect_inference(model, parts.one_step.before_forward)
+                parts.attaching.inspect_inference(model, self._forward_begins)
                 parts.one_step.inference_begins(unwrapped(model))
+
+    @guarded
+    def _forward_begins(self) -> None:
+        """Handle that a model of an inference is about to run again."""
+        if self._active and self._parts is not None:
+            with self._lock.held():
+                self._parts.one_step.before_forward()
+                self._parts.models.stop_after_enough_steps(None)
 
     def _training_begins(self) -> None:
         """Drop the records of models that were only called so far, since the script trains."""

@@ -7,10 +7,12 @@ copies wait.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,10 +130,26 @@ def memory_of(device: torch.device) -> int:
     return int(getattr(properties(device), "total_memory", 0))
 
 
-def free_memory(device: torch.device) -> int:
-    """Return the bytes of a CUDA device that torch could still allocate, those in its cache included. Does not synchronise."""
+def free_memory(device: torch.device) -> float:
+    """Return the bytes that torch could still allocate on a CUDA device, those in its cache included, or on the host.
+
+    Infinite for other devices, and where the system does not tell. Does not synchronise.
+    """
+    if device.type == "cpu":
+        return _available_on_host()
+    if device.type != "cuda":
+        return math.inf
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _available_on_host() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    except OSError:
+        return math.inf
+    kilobytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return math.inf if kilobytes is None else 1024.0 * int(kilobytes)
 
 
 def new_stream(device: torch.device) -> Any:

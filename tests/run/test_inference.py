@@ -1,5 +1,7 @@
 """``mpinspect run`` on scripts that run models without a backward: each forward is a step."""
 
+import weakref
+
 import pytest
 import torch
 from agreeing_reports import analyse
@@ -10,6 +12,7 @@ from watched_training import train, watched
 from mpinspect import Inspector
 from mpinspect.ranges.faults.measure import prepared
 from mpinspect.ranges.records import BornInfinite, GradientsError, recorded
+from mpinspect.run.models import inspected_models
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +180,28 @@ def test_the_outputs_in_a_mapping_are_compared(tmp_path):
     with watched(tmp_path) as run, torch.no_grad():
         model(torch.randn(3, 4, dtype=torch.bfloat16))
     assert any(each.text == "bfloat16" for each in recorded(_session(run).measurements, GradientsError))
+
+
+def test_a_model_that_fills_the_memory_is_released_after_its_first_forwards(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspected_models, "free_memory", lambda device: 200.0)
+    large, small = nn.Linear(8, 8).eval(), nn.Linear(8, 1).eval()
+    freed = weakref.ref(large)
+    with watched(tmp_path) as run:
+        _infer(large, *torch.ones(4, 1, 8))
+        del large
+        assert freed() is None
+        _infer(small, *torch.ones(4, 1, 8))
+    assert [run.steps(number) for number in (0, 1)] == [2, 4]
+    assert ["more than half of the memory" in " ".join(each.session.notes) for each in run.parts.models] == [
+        True,
+        False,
+    ]
+
+
+def test_steps_limits_an_inference(tmp_path):
+    with watched(tmp_path, steps=3) as run:
+        _infer(nn.Linear(4, 2).eval(), *torch.ones(6, 1, 4))
+    assert run.steps() == 3
 
 
 def test_functions_without_weights_and_traced_models_are_left_alone(tmp_path):

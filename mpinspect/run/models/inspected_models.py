@@ -6,12 +6,15 @@ import shutil
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from mpinspect.ranges.capture.steps import EARLY_FORWARDS
 from mpinspect.ranges.records import Record
 from mpinspect.ranges.session import is_below
 from mpinspect.reporting.active_run import ActiveRun
@@ -22,6 +25,7 @@ from mpinspect.run.models.naming import Label, free_name
 from mpinspect.run.models.owners import parameter_ids
 from mpinspect.run.options import LaunchOptions
 from mpinspect.run.outcome import RecordedModel, Seen
+from mpinspect.runtime.device import free_memory
 from mpinspect.runtime.finalizing import until_finalized
 from mpinspect.runtime.wrappers import submodules
 
@@ -38,6 +42,8 @@ class InspectedModel:
         self.name, self.label, self.inspector = name, label, inspector
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.had_optimizers = False
+        #: The number of its steps after which it is released; None for no limit.
+        self.most_steps: int | None = None
         #: The thread that trains it.
         self.thread = threading.get_ident()
 
@@ -244,7 +250,8 @@ class InspectedModels:
         """
         for each in self.all:
             if each.inspector.attached and self._is_over(each) and each.is_stepped_by(optimizer):
-                each.inspector.end()
+                # A pause releases the model.
+                (each.inspector.end if each.most_steps is None else each.inspector.pause)()
 
     def broke_off(self, error: BaseException) -> None:
         """Note in each attached model's record the step and phase that the ending exception interrupted."""
@@ -306,13 +313,19 @@ class InspectedModels:
             before_forward,
         )
         made = InspectedModel(name, label, inspector)
+        if before_forward is not None and fills_memory(model):
+            made.most_steps = EARLY_FORWARDS
+            inspector.note(
+                f"{name} takes more than half of the memory that is left: only its first {EARLY_FORWARDS} forwards were "
+                "inspected, so that the script can free it"
+            )
         # Listed before attaching, which may fail, because the name and the directory are already in use.
         self.all.append(made)
         self._seen.models += 1
         inspector.attach()
         for record in prepared:
             inspector.record(record)
-        if not optimizers and before_forward is None:
+        if not optimizers:
             self._pause_the_oldest_without_optimizers()
         return made
 
@@ -323,9 +336,19 @@ class InspectedModels:
         return self._compiled.among(submodules(model))
 
     def _is_over(self, each: InspectedModel) -> bool:
-        return self._options.steps is not None and each.inspector.steps >= self._options.steps
+        limits = [limit for limit in (self._options.steps, each.most_steps) if limit is not None]
+        return bool(limits) and each.inspector.steps >= min(limits)
 
     def _pause_the_oldest_without_optimizers(self) -> None:
         without = [each for each in self.all if each.inspector.attached and not each.had_optimizers]
         for each in without[:-_MOST_WITHOUT_OPTIMIZERS]:
             each.inspector.pause()
+
+
+def fills_memory(model: torch.nn.Module) -> bool:
+    """Return whether no other model of this size would fit twice into the memory of a device on which it lies."""
+    sizes: Counter[torch.device] = Counter()
+    for each in model.parameters():
+        if not is_lazy(each):
+            sizes[each.device] += each.numel() * each.element_size()
+    return any(2 * size > free_memory(device) for device, size in sizes.items() if device.type != "meta")

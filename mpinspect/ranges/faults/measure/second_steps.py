@@ -189,6 +189,8 @@ class Twice(OwnMode):  # type: ignore[no-untyped-call]
     def stop(self) -> None:
         """Pass everything on from now on."""
         self._computations, self._followers = [], []
+        # A cycle of references would keep the model alive.
+        self._running.model_returned = None
 
     def leave(self) -> bool:
         """Stop, and exit the mode. Return False where that isn't possible now."""
