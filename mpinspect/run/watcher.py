@@ -60,8 +60,6 @@ class Watcher(Guarded):
         self._patches = TorchPatches(self)
         self._parts: _Parts | None = None
         self._preparation: Preparation | None = None
-        #: The records of what the script computed before its first step.
-        self._found_before: list[Record] = []
         #: Finds the models of a script that trains nothing; None once it trains.
         self._outermost: OutermostCalls | None = None
 
@@ -88,9 +86,10 @@ class Watcher(Guarded):
             self._preparation.end()
 
     def _prepared(self) -> list[Record]:
-        if self._preparation is not None:
-            self._found_before += self._preparation.records()
-        return self._found_before
+        if self._preparation is None:
+            return []
+        # A training may begin after an inference.
+        return self._preparation.records() if self._outermost is None else self._preparation.so_far()
 
     def finish(self) -> Recordings:
         """Remove the patches, detach from every model (waits for the GPU) and return the recordings. Never raises."""
@@ -244,7 +243,8 @@ class Watcher(Guarded):
         """End what must not span an end of ``torch.inference_mode``; called when it is about to begin or to end."""
         # An inspector's own use lies within an entrance, which has taken the modes off.
         if self._active and not hides_modes():
-            self._end_preparation()
+            if self._preparation is not None and self._preparation.is_over:
+                self._end_preparation()
             if self._parts is not None:
                 self._parts.one_step.inference_mode_changes()
 
@@ -298,12 +298,14 @@ class Watcher(Guarded):
             parts = self._parts
             if self._outermost is not None:
                 self._outermost.end()
-            if parts is None:
                 for sentence in self._preparation.absorbed() if self._preparation is not None else ():
                     self.seen.note(sentence)
+            if parts is None:
                 return Recordings()
             parts.attaching.give_up()
             parts.one_step.give_up()
+            # The recorded step of an inference was above it on the stack.
+            self._end_preparation()
             parts.models.end()
             self.seen.backwards = max(self.seen.backwards, sum(each.inspector.backwards for each in parts.models.all))
             records = parts.models.records()

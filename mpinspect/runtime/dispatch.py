@@ -6,7 +6,11 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
 
 from mpinspect.runtime.compiled_graphs import KEEPING
 from mpinspect.runtime.distributed import data_parallel, world_size
@@ -38,7 +42,7 @@ class OwnMode(TorchDispatchMode):
 
 def obstacle(models: Collection[torch.nn.Module]) -> str:
     """Return why a step of the models cannot be recorded now; "" if it can."""
-    if torch._C._len_torch_dispatch_stack():
+    if any(not isinstance(mode, OwnMode) for mode in _get_current_dispatch_mode_stack()):
         return "the script has entered a torch dispatch mode of its own"
     if KEEPING.has_missed_any(models):
         return "code was compiled by torch.compile before or out of sight, and operators inside it are not seen"

@@ -16,8 +16,9 @@ from mpinspect.run.models import inspected_models
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled():
+def nothing_is_left():
     yield
+    assert torch._C._len_torch_dispatch_stack() == 0
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
 
@@ -248,7 +249,6 @@ def test_operators_work_after_inference_mode(each, tmp_path, monkeypatch):
                     table = table + 1
                 outputs = [model(_half(size)) for _ in range(1 if each else 3)]
                 table = table + len(outputs)
-            assert torch._C._len_torch_dispatch_stack() == 0
             assert torch.equal(table + 1, 1 + table)
         model(_half(1))
         with torch.inference_mode():

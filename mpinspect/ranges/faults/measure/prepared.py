@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.additions import RunningSums
@@ -206,6 +207,12 @@ class PreparedTensors(Recomputation):
         return next(filter(None, map(marks.of, numbers_of(pending.given[0]))), None)
 
     def records(self) -> list[Record]:
+        """End, and return ``so_far``."""
+        found = self.so_far()
+        self._end()
+        return found
+
+    def so_far(self) -> list[Record]:
         """Return records of the operators whose errors are in tensors that are left, the worst first. Waits for the device."""
         found: dict[tuple[str, ...], PreparedError] = {}
         for value, twin, is_cast in self._twins.living():
@@ -213,7 +220,6 @@ class PreparedTensors(Recomputation):
             if record is not None:
                 known = found.setdefault(record.names, record)
                 found[record.names] = max(known, record, key=_harm)
-        self._end()
         sums = [_of_sum(each) for each in self._lost if each.times >= _MANY_ADDITIONS]
         return [*sorted(found.values(), key=_harm, reverse=True)[:_MOST], *sums[:1]]
 
@@ -340,6 +346,16 @@ class Preparation:
             if is_free and self._mode.leave():
                 self._mode = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is computed twice."""
+        return all(each.is_over for each in self._tensors)
+
+    def so_far(self) -> list[Record]:
+        """Return the records of the tensors that are left now. Waits for the device."""
+        with _disable_current_modes():
+            return [record for each in self._tensors for record in each.so_far()]
+
     def records(self) -> list[Record]:
         """End, and return the records; [] from the second call on. Waits for the device."""
         self.end()
@@ -351,7 +367,7 @@ class Preparation:
         return [sentence for each in self._tensors for sentence in each.absorbed()]
 
     def _used_up(self) -> None:
-        if all(each.is_over for each in self._tensors):
+        if self.is_over:
             self._exit_soon()
 
     def _exit_soon(self) -> None:

@@ -6,11 +6,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mpinspect.ranges.capture import optimizer_steps, scalers
 from mpinspect.ranges.capture.recording import Recording
@@ -175,15 +177,19 @@ class Twice(OwnMode):  # type: ignore[no-untyped-call]
             for each in self._computations:
                 each.cut_short("once a CUDA graph was captured")
             return func(*args, **kwargs)
-        pending = [(each, self._attempt(each, each.before, func, args, kwargs)) for each in self._computing()]
+        # The preparations' mode, if it is below, is to see the script's operators alone.
+        alone = _disable_current_modes if torch._C._len_torch_dispatch_stack() else nullcontext
+        with alone():
+            pending = [(each, self._attempt(each, each.before, func, args, kwargs)) for each in self._computing()]
         result = func(*args, **kwargs)
-        for each, prepared in pending:
-            if prepared:
-                self._attempt(each, each.after, prepared, result, sys._getframe(1))
-        if self._followers:
-            call = OperatorCall(func, args, kwargs, result, sys._getframe(1), self._running.in_optimizer)
-            for follower in tuple(self._followers):
-                self._attempt(follower, follower.ran, call)
+        with alone():
+            for each, prepared in pending:
+                if prepared:
+                    self._attempt(each, each.after, prepared, result, sys._getframe(1))
+            if self._followers:
+                call = OperatorCall(func, args, kwargs, result, sys._getframe(1), self._running.in_optimizer)
+                for follower in tuple(self._followers):
+                    self._attempt(follower, follower.ran, call)
         return result
 
     def stop(self) -> None:
