@@ -1,5 +1,6 @@
 """A classifier is evaluated under BF16 autocast: logits and the sum of losses in FP32, padding masked by the lowest number."""
 
+# Thread: no thread: an evaluation as it should be
 import torch
 from torch import nn
 

@@ -151,11 +151,8 @@ class Dispatcher(Guarded):
             if not self._training_forward(layer):
                 return
             self.clock.forward_kind = layer.path, tuple(map(_kind, outputs))
-        if self.at_work:
-            self._observe(Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch))
-
-    def _observe(self, call: Call) -> None:
-        layer, recomputed = call.layer, call.recomputed
+        if not self.at_work:
+            return
         if not recomputed and self._before_forward is None:
             if self._has_run:
                 self._runs_again()
@@ -166,6 +163,7 @@ class Dispatcher(Guarded):
                     self.clock.left_out.forward_ran(caller)
         if not recomputed and not self._choice.takes(layer.path):
             return
+        call = Call(layer, args, kwargs, outputs, recomputed, self.clock.micro_batch)
         self._precision.called(call)
         if self._hooks.wrapped_inputs and self._watch in self.at_work:
             self._hooks.see_through_wrappers(call, self._watch)

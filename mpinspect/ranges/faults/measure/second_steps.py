@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from mpinspect.ranges.capture import optimizer_steps, scalers
 from mpinspect.ranges.capture.recording import Recording
@@ -178,7 +178,8 @@ class Twice(OwnMode):  # type: ignore[no-untyped-call]
                 each.cut_short("once a CUDA graph was captured")
             return func(*args, **kwargs)
         # The preparations' mode, if it is below, is to see the script's operators alone.
-        alone = _disable_current_modes if torch._C._len_torch_dispatch_stack() else nullcontext
+        is_above_own = torch._C._len_torch_dispatch_stack() and isinstance(_get_current_dispatch_mode(), OwnMode)
+        alone = _disable_current_modes if is_above_own else nullcontext
         with alone():
             pending = [(each, self._attempt(each, each.before, func, args, kwargs)) for each in self._computing()]
         result = func(*args, **kwargs)
