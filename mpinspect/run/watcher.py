@@ -194,6 +194,11 @@ class Watcher(Guarded):
             parts.models.stop_after_enough_steps(None)
 
     @guarded
+    def gradients_asked(self, outputs: Any, inputs: Any, makes_graph: Any) -> None:
+        """End the preparation; called when ``torch.autograd.grad`` is about to run."""
+        self._end_preparation()
+
+    @guarded
     def gradients_returned(self, outputs: Any, inputs: Any, makes_graph: Any, gradients: Any) -> None:
         """Attach to models whose gradients ``torch.autograd.grad`` has returned: the loop updates them itself, or by masters."""
         if not self._active:

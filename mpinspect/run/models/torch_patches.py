@@ -72,9 +72,11 @@ class TorchPatches:
         """Start or stop listening to calls of ``backward`` and ``grad``; listening only while needed avoids its cost later."""
         if wanted and not self._watches_backwards:
             BACKWARD.listen(self._listener.backward_begins)
+            GRADIENTS.listen(self._listener.gradients_asked)
             GRADIENTS.listen(self._listener.gradients_returned, after=True)
         elif not wanted and self._watches_backwards:
             BACKWARD.unlisten(self._listener.backward_begins)
+            GRADIENTS.unlisten(self._listener.gradients_asked)
             GRADIENTS.unlisten(self._listener.gradients_returned)
         self._watches_backwards = wanted
 

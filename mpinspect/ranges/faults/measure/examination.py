@@ -59,8 +59,9 @@ from mpinspect.reporting.words import optional
 from mpinspect.runtime.distributed import is_from_stage_before
 from mpinspect.runtime.storages import StorageReference, storage_key
 
-#: Maximum number of nodes searched if the loss is not finite, and if it is finite.
-_MOST_NODES, _NEAREST_NODES = 20_000, 48
+#: Maximum number of nodes searched if the loss is not finite; and if it is finite, in the first steps and in others.
+_MOST_NODES, _EARLY_NODES, _NEAREST_NODES = 20_000, 2_000, 48
+_FIRST_STEPS = 4
 #: Maximum number of elements of a node's result that are read if the loss is finite.
 _MOST_ELEMENTS = 1 << 16
 #: Maximum number of examined steps.
@@ -218,7 +219,7 @@ class Examination(Measuring):
         if all(map(_is_finite, losses)):
             near = [
                 node
-                for node in graph(starts, _NEAREST_NODES)
+                for node in graph(starts, _EARLY_NODES if self._clock.step < _FIRST_STEPS else _NEAREST_NODES)
                 if (may_be_singular(node) or is_packed(node)) and numel_of(node) <= _MOST_ELEMENTS
             ]
             packed = min(filter(None, map(overflowed_pack, near)), key=lambda each: each.order, default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -189,13 +190,16 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _generators(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the states of the random generators of the CPU, of the parameters' devices and of the optimizer itself.
+    """Return the states of the random generators of the CPU, of the parameters' devices, of the optimizer itself and of its
+    class's Python module.
 
     Never waits for a device.
     """
     devices = {parameter.device for parameter in _stepped_by(optimizer) if not parameter.is_cpu}
     states = (torch.get_rng_state(), *map(random_state, sorted(devices, key=str)))
-    own = [each.get_state() for each in vars(optimizer).values() if isinstance(each, torch.Generator)]
+    module = sys.modules.get(type(optimizer).__module__)
+    held = (*vars(optimizer).values(), *(() if module is None else tuple(vars(module).values())))
+    own = [each.get_state() for each in held if type(each) is torch.Generator]
     return [*(state for state in states if state is not None), *own]
 
 

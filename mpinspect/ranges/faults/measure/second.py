@@ -148,7 +148,7 @@ class SecondComputation(Recomputation):
         is_inference: bool = False,
     ) -> None:
         super().__init__(module, parameters)
-        self._is_inference = is_inference
+        self._is_inference, self._had_backward = is_inference, False
         stepped = [each for _, each in self._parameters if each.requires_grad and not by_hand]
         # One at a time: another thread may replace its model's gradients meanwhile.
         others = itertools.chain(stepped, (each.grad for _, each in self._parameters))
@@ -280,6 +280,7 @@ class SecondComputation(Recomputation):
     def _remember_module(self, func: Any) -> None:
         super()._remember_module(func)
         if not is_in_forward():
+            self._had_backward = True
             self._divided.backward_runs()
 
     def _communicates(self, tensors: list[torch.Tensor]) -> None:
@@ -347,7 +348,9 @@ class SecondComputation(Recomputation):
                 self._origins.passed_on(numbers_of(pending.given[0]), [value])
             return
         self._broken.is_finite(operator, value, twin, numbers_of(pending.given[0]))
-        self._growth.ran(numbers_of(pending.given[0]), value, value, twin, partial(self._raising, pending, value))
+        if not (self._had_backward and is_in_forward() and pending.node is None):
+            # After the backward, a clip or a norm takes the gradients as they are.
+            self._growth.ran(numbers_of(pending.given[0]), value, value, twin, partial(self._raising, pending, value))
         if is_in_forward() and value.dtype is torch.float16 and value.numel():
             largest = float(value.abs().max())
             if self._nearest_end is None or largest > self._nearest_end.largest:
