@@ -1208,15 +1208,17 @@ class MixedPowers(Record, kind="mixed-powers"):
 
 
 class StuckNumber(Record, kind="stuck-number"):
-    """A number that the loop keeps and compares with others, computed from an infinity or NaN from before the step.
+    """A number that the loop keeps, computed from an infinity or NaN from before the step.
 
     ``names``: the operator that computes it, the line and the phase. ``text``: its dtype.
 
     Args:
         is_nan: whether it is NaN; else it is infinite.
+        is_compared: whether the loop compares it, or a number computed from it.
     """
 
     is_nan: bool = False
+    is_compared: bool = True
 
 
 class WrittenByLoop(Record, kind="written-by-loop"):

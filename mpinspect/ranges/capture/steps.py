@@ -485,6 +485,8 @@ class StepChoice:
         self._chosen_after_events = 0
         self._is_after_event = False
         self._left_with_rarer_work = by_work * WITH_RARER_WORK
+        #: Whether the first infinity or NaN is still to have a step with rarer work, which may have made it.
+        self._awaits_break = by_work
         self._left_of_new_kind = by_work * OF_NEW_KIND
         #: The rarer work so far, None before the first step, and the last two steps in which it grew.
         self._work: int | None = None
@@ -512,6 +514,8 @@ class StepChoice:
 
     def is_due(self, step: int, broken_phases: Callable[[], Sequence[str]]) -> bool:
         """Return whether the step that follows ``step`` others is chosen; ``broken_phases``: as of ``Recording``."""
+        if self._awaits_break and broken_phases():
+            self._awaits_break, self._left_with_rarer_work = False, max(self._left_with_rarer_work, 1)
         if self._is_planned(step):
             return True
         if self._left_after_events < 1:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ class StuckNumbers:
     def records(self) -> list[StuckNumber]:
         """Return the record of the last number that stays broken and still exists; to be called when the step has ended."""
         kept = [each.record for each in self._kept if not each.number.expired()]
-        return kept[-1:] if self._is_compared else []
+        return [replace(each, is_compared=self._is_compared) for each in kept[-1:]]
 
     def _forget(self, value: torch.Tensor) -> None:
         """Forget what was recorded of a number that is written."""

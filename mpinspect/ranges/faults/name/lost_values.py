@@ -32,6 +32,7 @@ from mpinspect.ranges.records import (
     BornInfinite,
     CastToFP8,
     DividedInHalf,
+    ExaminedBatch,
     FlushedResult,
     FrozenBuffer,
     GradientsError,
@@ -292,9 +293,13 @@ def _sum_stops(case: Case) -> Iterator[Found]:
 
 class _Stuck(Sentences):
     STAYS = (
-        "In step {step}, in {place}, {operator} computes a number that the loop keeps from step to step. It was not finite "
-        "before the step, and is {broken} now. The loop compares it, and such a comparison has the same result in every step."
+        "In step {measured}, in {place}, {operator} computes a number that the loop keeps from step to step. It was not finite "
+        "before the step, and is {broken} now."
     )
+    COMPARED = "The loop compares it, and such a comparison has the same result in every step."
+    OF_BATCH = "The model's input has infinities or NaNs from step {first} on: it may be normalised by such a number, as by a count."
+    IN_FP32 = "Keep counts, means and sums in FP32 or in integers: FP16 ends at 65504."
+    FLOAT = "# where it is made\ncount = torch.zeros((), dtype=torch.float32)"
     SINCE = "The gradients of step {skipped}, which the scaler skipped, were not finite either."
     ONLY_FINITE = "Update such a number with finite values alone, and not in a step that the scaler skips."
     IF_FINITE = "if torch.isfinite(norm):\n    mean = decay * mean + (1 - decay) * norm"
@@ -303,13 +308,36 @@ class _Stuck(Sentences):
 def _number_stays_broken(case: Case) -> Iterator[Found]:
     """A number that the loop keeps, such as a running mean of norms, and that one infinity or NaN has spoilt for good.
 
-    False alarms: A number that is only printed is left out: the loop must compare it, or a number computed from it.
+    It is an error, and inferred, if a batch was not finite before: by such a count or mean its values are normalised.
+
+    False alarms: A number that is only printed is left out: the loop must compare it, or a number computed from it, or the
+    model's input must have infinities or NaNs.
     """
     for stuck in islice(case.recorded(StuckNumber), 1):
-        skipped = [event.step for event in case.events if event.skipped and event.step < (stuck.step or 0)]
-        since = _Stuck.SINCE.when(skipped)
-        words = {"broken": ("infinite", "NaN")[stuck.is_nan], "skipped": max(skipped, default=0)}
-        yield found_at(stuck, (_Stuck.STAYS, since), _Stuck.ONLY_FINITE, _Stuck.IF_FINITE, words)
+        batch = next((each for each in case.recorded(ExaminedBatch) if each.step <= stuck.step), None)
+        if not (stuck.is_compared or batch):
+            continue
+        skipped = [event.step for event in case.events if event.skipped and event.step < stuck.step]
+        is_of_range = stuck.text == FLOAT16.name and not stuck.is_nan and not skipped
+        yield found_at(
+            stuck,
+            (
+                _Stuck.STAYS,
+                _Stuck.COMPARED.when(stuck.is_compared),
+                _Stuck.SINCE.when(skipped),
+                _Stuck.OF_BATCH.when(batch),
+            ),
+            _Stuck.IN_FP32.when(is_of_range) or _Stuck.ONLY_FINITE,
+            _Stuck.FLOAT.when(is_of_range) or _Stuck.IF_FINITE,
+            {
+                "broken": ("infinite", "NaN")[stuck.is_nan],
+                "skipped": max(skipped, default=0),
+                "first": batch and batch.step,
+            },
+            is_grave=batch is not None,
+            is_inferred=batch is not None,
+            step=(batch or stuck).step,
+        )
 
 
 class _Flush(Sentences):
@@ -799,7 +827,14 @@ FAULTS = (
         is_of_every_step=True,
         checked=TWICE,
     ),
-    Fault("kept-number-not-finite", "warning", _number_stays_broken, (_Stuck,), checked=TWICE),
+    Fault(
+        "kept-number-not-finite",
+        "warning",
+        _number_stays_broken,
+        (_Stuck,),
+        ("batch-not-finite", "non-finite-event", "breaks-in-fp32-too"),
+        checked=TWICE,
+    ),
     Fault(
         "operator-flushes",
         "warning",
