@@ -1134,6 +1134,7 @@ class ChangedChoices(Record, kind="second-choices"):
         given, exact: the element that changed most, and its value without rounding.
         whole: the share of the numbers that have a fraction in FP32 alone, if a floor or a ceiling was taken.
         entries, distinct: the entries of the table that was searched, and how many of them differ.
+        equal: the number of entries that are the number which was searched, if several are.
     """
 
     changed: float = 0
@@ -1143,11 +1144,12 @@ class ChangedChoices(Record, kind="second-choices"):
     whole: float | None = None
     entries: float | None = None
     distinct: float | None = None
+    equal: float | None = None
 
     @property
     def is_of_crowded_table(self) -> bool:
-        """Whether most entries of the searched table equal another one, or the one that is searched does."""
-        return self.entries is not None and (not self.of or (self.distinct or 0) * 2 <= self.entries)
+        """Whether most entries of the searched table equal another one, or the searched one does."""
+        return self.entries is not None and (self.equal is not None or (self.distinct or 0) * 2 <= self.entries)
 
 
 class RoundedArgument(Record, kind="second-argument"):

@@ -1571,13 +1571,17 @@ def test_an_optimizer_that_stores_masters_or_rounding_errors_loses_no_updates(ke
     assert bool(named(train(model, Keeping(model.parameters(), keeps), dtype=dtype), "updates-lost")) == (not keeps)
 
 
+NOISE = torch.Generator().manual_seed(0)
+
+
 class RoundingStochastically(torch.optim.Adam):
     """Adam of BF16 weights with stochastic rounding; with ``draws=False`` it rounds to nearest."""
 
-    def __init__(self, parameters, draws, own_generator=False):
+    def __init__(self, parameters, draws, generator="of torch"):
         super().__init__(parameters, lr=1e-4)
         self._draws = draws
-        self._generator = torch.Generator().manual_seed(0) if own_generator else None
+        self._generator = torch.Generator().manual_seed(0) if generator == "its own" else None
+        self._is_global = generator == "of the module"
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -1585,7 +1589,7 @@ class RoundingStochastically(torch.optim.Adam):
         for parameter in self.param_groups[0]["params"]:
             updated = (parameter.float() - 1e-4 * parameter.grad.float().sign()).view(torch.int32)
             draw = functools.partial(torch.randint, 1 << 16, updated.shape, dtype=torch.int32)
-            noise = draw(generator=self._generator) if self._draws else 1 << 15
+            noise = draw(generator=NOISE if self._is_global else self._generator) if self._draws else 1 << 15
             parameter.copy_(((updated + noise) & -65536).view(torch.float32))
         return loss
 
@@ -1612,9 +1616,10 @@ def test_an_optimizer_that_rounds_stochastically_loses_no_updates(draws, closure
     assert (drawing in report.verdict.precision) == (draws and not closure)
 
 
-def test_an_optimizer_that_rounds_with_a_generator_of_its_own_loses_no_updates():
+@pytest.mark.parametrize("generator", ["its own", "of the module"])
+def test_an_optimizer_that_rounds_with_another_generator_loses_no_updates(generator):
     model = mlp(torch.bfloat16)
-    optimizer = RoundingStochastically(model.parameters(), draws=True, own_generator=True)
+    optimizer = RoundingStochastically(model.parameters(), True, generator)
     assert not named(train(model, optimizer, dtype=torch.bfloat16), "updates-lost")
 
 

@@ -33,6 +33,7 @@ from mpinspect.ranges.records import (
     RoundedArgument,
     RoundedBound,
     SaturatedCast,
+    StuckNumber,
     Ties,
     WeightGrowth,
 )
@@ -1017,3 +1018,16 @@ def test_a_bound_that_is_not_reached_is_not_a_cause():
     # The argument is a difference of equal terms.
     found = trained(lambda y: (y.clamp_min(1e-9) * 0 + (y.sigmoid() + 1 - 1).square()).log().float().mean(), 1.0)
     assert not any("rounds to 0" in finding.message for finding in found.values())
+
+
+@pytest.mark.parametrize(("dtype", "is_nan"), [("float16", False), ("float32", True)])
+def test_a_kept_number_that_is_only_computed_is_named_where_the_batch_broke(dtype, is_nan):
+    stuck = StuckNumber(step=9, names=PLACE, text=dtype, is_nan=is_nan, is_compared=False)
+    assert "kept-number-not-finite" not in findings(stuck)
+    found = findings(stuck, BATCH)
+    finding = found["kept-number-not-finite"]
+    assert (finding.severity, finding.certainty, finding.step) == ("error", "inferred", 7)
+    assert "from step 7 on" in finding.message
+    assert ("float32" in finding.code) is (dtype == "float16")
+    assert found["batch-not-finite"].severity == "info"
+    assert findings(replace(stuck, is_compared=True))["kept-number-not-finite"].severity == "warning"

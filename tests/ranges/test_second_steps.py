@@ -242,6 +242,19 @@ def test_regular_steps_with_rarer_work_are_chosen(worked, expected):
     assert found == expected
 
 
+@pytest.mark.parametrize(("breaks_at", "expected"), [(None, [12, 16]), (16, [12, 16, 20])])
+def test_a_further_step_with_rarer_work_is_chosen_once_something_broke(breaks_at, expected):
+    choice, found, broken = StepChoice((), after_events=0), [], []
+    for step in range(24):
+        if choice.is_due(step, lambda: broken):
+            choice.begins(step)
+            found.append(step)
+        if step == breaks_at:
+            broken.append("forward")
+        choice.passed(step, step // 4)
+    assert found == expected
+
+
 @pytest.mark.parametrize(
     ("kinds", "expected"),
     [

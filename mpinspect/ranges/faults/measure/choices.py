@@ -96,9 +96,8 @@ class Choices:
     def looked_up(self, distances: torch.Tensor, describe: _Describe) -> None:
         """Record a search for a number in a table by its distance, if several entries are that number. Waits for the device."""
         is_of_table = distances.dtype in NARROW and distances.dim() == 1 and distances.numel() >= _FEWEST_ENTRIES
-        if is_of_table and int((distances == 0).sum()) > 1:
-            figures = {"entries": distances.numel(), "distinct": len(torch.unique(distances))}
-            self.used.append(describe(ChangedChoices, **figures))
+        if is_of_table and (equal := int((distances == 0).sum())) > 1:
+            self.used.append(describe(ChangedChoices, entries=distances.numel(), equal=equal))
 
     def chosen(
         self,

@@ -59,6 +59,10 @@ class _Choices(Sentences):
         "In step {step}, in {place}, {choice} searches a table in {dtype:format}, which has {distinct:.0f} distinct values in "
         "{entries:.0f} entries: the others are never found."
     )
+    EQUAL = (
+        "In step {step}, in {place}, {choice} searches a table in {dtype:format} for a number that {equal:.0f} of its "
+        "{entries:.0f} entries are: it finds the first of them each time."
+    )
     OF_THEM = "{changed:.0f} of {of:.0f} results differ from FP32's."
     DECIDE_IN_FP32 = (
         "Compute the numbers that decide (positions, distances, scores) in FP32, from FP32 inputs, and cast afterwards."
@@ -85,7 +89,7 @@ def _choices_differ(case: Case) -> Iterator[Found]:
     for choices in by_place(case.recorded(ChangedChoices), "changed"):
         by_kind.setdefault(choices.is_of_crowded_table, choices)
     for is_crowded, choices in by_kind.items():
-        says = (_Choices.CROWDED, _Choices.OF_THEM.when(choices.of))
+        says = (_Choices.EQUAL.when(choices.equal) or _Choices.CROWDED, _Choices.OF_THEM.when(choices.of))
         operator = choices.names[0]
         if not is_crowded:
             others = _Choices.OTHER_MASK.when(operator in _COMPARISONS) or _Choices.OTHERS
@@ -94,11 +98,11 @@ def _choices_differ(case: Case) -> Iterator[Found]:
             choices,
             says,
             _Choices.TABLE_IN_FP32.when(is_crowded) or _Choices.DECIDE_IN_FP32,
-            _Choices.CUMSUM.when(is_crowded)
+            _Choices.CUMSUM.when(is_crowded and not choices.equal)
             or _Choices.POSITION.when(operator == "_to_copy")
-            or _Choices.SCORES.when(operator in ("argmax", "argmin")),
+            or _Choices.SCORES.when(operator in ("argmax", "argmin") and not is_crowded),
             {"choice": _CHOICES.get(operator, operator)},
-            is_inferred=not choices.of,
+            is_inferred=not (choices.of or choices.equal),
         )
 
 

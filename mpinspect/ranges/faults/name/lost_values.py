@@ -297,7 +297,9 @@ class _Stuck(Sentences):
         "before the step, and is {broken} now."
     )
     COMPARED = "The loop compares it, and such a comparison has the same result in every step."
-    OF_BATCH = "The model's input has infinities or NaNs from step {first} on: it may be normalised by such a number, as by a count."
+    OF_BATCH = (
+        "The model's input has infinities or NaNs from step {first} on: such a number, as a count, may normalise it."
+    )
     IN_FP32 = "Keep counts, means and sums in FP32 or in integers: FP16 ends at 65504."
     FLOAT = "# where it is made\ncount = torch.zeros((), dtype=torch.float32)"
     SINCE = "The gradients of step {skipped}, which the scaler skipped, were not finite either."
