@@ -1112,6 +1112,17 @@ class ChangedIntegers(Record, kind="second-integers"):
     exact: float
 
 
+class ReturnedWeights(Record, kind="returned-weights"):
+    """FP32 weights with which a later training of a model begins, and which have the values of a 16-bit format alone (``text``).
+
+    Args:
+        equal: the share of the ``of`` compared elements that are as they were when the last training began.
+    """
+
+    equal: float
+    of: float
+
+
 class TruncatedWrite(Record, kind="second-truncated"):
     """Numbers with fractions that were written into a tensor of integers. The fourth of ``names`` is that tensor's dtype.
 

@@ -735,3 +735,31 @@ def test_the_step_whose_shapes_are_recorded_is_bit_identical_whatever_the_activa
         together = training()
     assert run.names == ["Of"]
     assert [name for name, value in alone.items() if not torch.equal(value, together[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lr", "is_told"), [(torch.bfloat16, 1e-4, True), (torch.bfloat16, 0.0, False), (None, 1e-4, False)]
+)
+def test_weights_that_pass_through_16_bits_between_trainings_are_compared(dtype, lr, is_told, tmp_path):
+    model = nn.Linear(16, 16)
+    starts = []
+    with watched(tmp_path) as run:
+        for _ in range(3):
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict({name: value.to(dtype or torch.float32).float() for name, value in state.items()})
+            starts.append(torch.cat([model.weight.detach().flatten(), model.bias.detach()]))
+            # A few large updates, and many below half a unit in the last place.
+            optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+            for _ in range(3):
+                loss = (model(torch.randn(8, 16)) * torch.logspace(-3, 3, 16)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            del optimizer, loss
+    session = run.parts.models[0].session
+    found = [finding for finding in analyse(session).findings if finding.id == "weights-returned-rounded"]
+    assert bool(found) is is_told
+    if is_told:
+        equal = (starts[1] == starts[0]).float().mean()
+        assert found[0].severity == "warning"
+        assert found[0].evidence["equal"] == pytest.approx(float(equal))

@@ -17,6 +17,7 @@ from mpinspect.ranges.capture.compiled_regions import not_seen_inside
 from mpinspect.ranges.capture.sinks import Sink
 from mpinspect.ranges.capture.steps import Schedule
 from mpinspect.ranges.capture.weights import RarerWork
+from mpinspect.ranges.faults.measure.returned import WeightsAtStarts
 from mpinspect.ranges.inspector import Inspector
 from mpinspect.ranges.kinds import ACTIVATION, INFERENCE_KINDS, PARAMETER_KINDS, WEIGHT_GRADIENT
 from mpinspect.ranges.records import Record
@@ -92,6 +93,8 @@ class LaunchedInspector(Inspector):
         if unhookable:
             self._capture = self._on(model, optimizers, unhookable)
         self._rarer_work = RarerWork(self._capture.clock, model)
+        self._starts = WeightsAtStarts()
+        self._starts.begins(model)
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -155,6 +158,9 @@ class LaunchedInspector(Inspector):
         clock, self._left = self._capture.clock, None
         self._capture = self._on(model, optimizers, unhookable)
         self._continue(clock)
+        returned = self._starts.begins(model)
+        if returned is not None:
+            self.record(returned)
         self._capture.attach()
 
     def unhook(self, modules: Collection[int]) -> None:

@@ -21,6 +21,7 @@ from mpinspect.ranges.records import (
     MastersOverwritten,
     MastersStale,
     ParametersCast,
+    ReturnedWeights,
     UpdateEffect,
     WeightGrowth,
 )
@@ -44,6 +45,8 @@ _HARMLESS = 0.95
 #: Adam's largest update, as a multiple of the learning rate, is (1 - beta1) / sqrt(1 - beta2), 3.2 by default. Larger ones are
 #: a fault, and from the second number on an error.
 _LARGEST_UPDATE, _HUGE_UPDATE = 10.0, 100.0
+#: The share of weights that a training begins with as the one before did, from which on rounding takes much of what it learns.
+_MOSTLY_AS_BEFORE = 0.3
 #: The share of lost updates from which on a model hardly trains, if so many steps were sampled: not the first of a warm-up.
 _NEARLY_ALL, _FEWEST_STEPS = 0.99, 5
 
@@ -559,6 +562,29 @@ def _masters_stale(case: Case) -> Iterator[Found]:
 # -- accumulated gradients ---------------------------------------------------------------------------------
 
 
+class _Returned(Sentences):
+    ROUNDED = (
+        "The weights are in FP32, but have values of {dtype:format} alone in step {step}, where another training of this model "
+        "begins: between its trainings they pass through that format. {equal:percent} of the {of:.0f} elements that were "
+        "compared are as they were when the training before began: its changes were below half a unit in their last place."
+    )
+    CHANGES = "Send or store the weights in FP32. Or send their change in {dtype:format}, and add it to FP32 weights."
+    SENT = "# start: what was received, in FP32\nchange = weight - start\nsent = change.to(torch.{dtype})"
+
+
+def _returned_rounded(case: Case) -> Iterator[Found]:
+    """FP32 weights that pass through 16 bits from one training of a model to the next, as a client's that exchanges weights.
+
+    False alarms: The values are measured, of up to 256 elements of 64 weights. A model that is loaded from a checkpoint in 16 bits
+    for each training begins with the same weights, and is left out: some must have changed.
+    """
+    for returned in case.recorded(ReturnedWeights):
+        if _MOSTLY_AS_BEFORE <= returned.equal < 1:
+            words = {"dtype": returned.text}
+            yield Found.of(case, [returned], _Returned.ROUNDED, _Returned.CHANGES, _Returned.SENT, words=words)
+            return
+
+
 class _Accumulation(Sentences):
     LOST = (
         "Gradients are added up over {micro_batches} micro-batches in {dtype:format}: of the last one's non-zero elements "
@@ -612,6 +638,13 @@ FAULTS = (
     ),
     Fault("masters-overwritten", "error", _masters_overwritten, (_Masters,)),
     Fault("masters-stale", "error", _masters_stale, (_Masters,)),
+    Fault(
+        "weights-returned-rounded",
+        "warning",
+        _returned_rounded,
+        (_Returned,),
+        checked="under ``mpinspect run``, for models that several optimizers train in turn",
+    ),
     Fault("updates-lost", "warning", _updates_lost, (_Updates, _Since, FP32Weights)),
     Fault("accumulation-lost", "warning", _accumulation_lost, (_Accumulation, FP32Weights)),
     Fault("moments-cannot-decay", "warning", moments_cannot_decay, (_Moments, _Since, FP32Weights)),
