@@ -575,8 +575,8 @@ class _Returned(Sentences):
 def _returned_rounded(case: Case) -> Iterator[Found]:
     """FP32 weights that pass through 16 bits from one training of a model to the next, as a client's that exchanges weights.
 
-    False alarms: The values are measured, of up to 256 elements of 64 weights. A model that is loaded from a checkpoint in 16 bits
-    for each training begins with the same weights, and is left out: some must have changed.
+    False alarms: The values are measured, of up to 256 elements of 64 weights. A model that is loaded from a checkpoint in 16
+    bits for each training begins with the same weights, and is left out: some must have changed.
     """
     for returned in case.recorded(ReturnedWeights):
         if _MOSTLY_AS_BEFORE <= returned.equal < 1:
