@@ -1,6 +1,7 @@
 """Gradients are counted unscaled, by the scale of their own backward; an unknown scale is reported."""
 
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -242,6 +243,21 @@ def test_fp16_weights_without_a_scaler_have_an_unknown_scale() -> None:
     advice = inspector.report().loss_scale
     assert not advice.available
     assert advice.recommended is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "is_scale"),
+    [(torch.float16, 40_000.0, True), (torch.float16, 100.0, False), (torch.float32, 40_000.0, False)],
+)
+def test_any_large_factor_of_the_loss_is_the_scale_of_fp16_weights(
+    dtype: torch.dtype, factor: float, is_scale: bool
+) -> None:
+    model = _model().to(dtype)
+    with warnings.catch_warnings(), Inspector(model) as inspector:
+        warnings.simplefilter("ignore", MpinspectWarning)
+        (model(torch.full((1, 1), 1e-3, dtype=dtype)).float().sum() * factor).backward()
+    scales = [change.scale for change in inspector.session().progress.scales]
+    assert (scales == [factor]) is is_scale
 
 
 def test_a_given_scaler_that_never_scales_produces_a_warning() -> None:

@@ -28,6 +28,8 @@ from mpinspect.runtime.outputs import tensors_in
 
 #: A loop that multiplies its losses by a smaller power of two weighs them, unless its weights are FP16.
 _LEAST_SCALE = 128.0
+#: Nor does any other factor from here on weigh losses, if the weights are FP16.
+_LEAST_OF_ANY = 1024.0
 #: The id of no graph task. Differs from -1, which torch returns outside a backward.
 NO_BACKWARD = -2
 
@@ -109,8 +111,10 @@ class ScaleOfBackward:
         """Read the factor by which the loop itself multiplies a loss whose backward is about to begin."""
         self._factor = constant_factor(losses)
         least = 2.0 if self._fp16_weights else _LEAST_SCALE
+        factor = self._factor or 0.0
+        is_scale = factor >= least if is_power_of_two(factor) else self._fp16_weights and factor >= _LEAST_OF_ANY
         # A loss scale may be lowered later.
-        self._scaled_by_loop |= self._factor is not None and self._factor >= least and is_power_of_two(self._factor)
+        self._scaled_by_loop |= is_scale
 
     def step_ends(self) -> None:
         """Record that a backward's scale is not known, unless the step has shown a scaler since: then it was not scaled."""

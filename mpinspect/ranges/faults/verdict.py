@@ -407,6 +407,7 @@ class _Healthy(Sentences):
     KEEP_SCALER = (
         "{healthy}: the precision needs no change. Keep the scaler: it skips steps that overflow, and lowers the scale."
     )
+    KEEP_OWN = "{healthy}: the precision needs no change. Keep the loss scale that the loop changes by itself."
     STATIC_LOWER = (
         "{healthy}. Take the loss scale {recommended:scale} next, or a GradScaler, which skips a step that overflows."
     )
@@ -469,7 +470,8 @@ def _next_in_float16(session: Session, advice: LossScaleAdvice) -> _Healthy:
         return _Healthy.COUNT_IN_FP32
     if used > advice.highest:
         lowers = any(scaler.enabled and scaler.backoff_factor for scaler in session.precision.scalers)
-        return _Healthy.KEEP_SCALER.when(lowers) or _Healthy.STATIC_LOWER
+        changes = len({change.scale for change in session.progress.scales} - {None}) > 1
+        return _Healthy.KEEP_SCALER.when(lowers) or _Healthy.KEEP_OWN.when(changes) or _Healthy.STATIC_LOWER
     if used < advice.lowest:
         return _Healthy.RAISE
     return _Healthy.KEEP_WITHOUT.when(used == 1) or _Healthy.KEEP_SCALE
