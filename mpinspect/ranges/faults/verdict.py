@@ -244,7 +244,7 @@ def _nothing_wrong(session: Session) -> str:
     )
     figures |= {"twice": len(errors), "off": max((each.error for each in errors), default=0.0)}
     # A finding says more of larger errors.
-    is_close = bool(errors) and max(each.error for each in errors) < _CLOSE
+    is_close = 0 < max((each.error for each in errors), default=0.0) < _CLOSE
     twice = _Nothing.TWICE_OUTPUTS.when(session.info.inference) or _Nothing.TWICE
     begins: tuple[_Nothing, ...] = (_Nothing.WRONG,)
     if (error := session.ended_by) is not None:
