@@ -575,6 +575,8 @@ class _Returned(Sentences):
 def _returned_rounded(case: Case) -> Iterator[Found]:
     """FP32 weights that pass through 16 bits from one training of a model to the next, as a client's that exchanges weights.
 
+    Checked under ``mpinspect run``, in a model that several optimizers train in turn.
+
     False alarms: The values are measured, of up to 256 elements of 64 weights. A model that is loaded from a checkpoint in 16
     bits for each training begins with the same weights, and is left out: some must have changed.
     """
@@ -638,13 +640,7 @@ FAULTS = (
     ),
     Fault("masters-overwritten", "error", _masters_overwritten, (_Masters,)),
     Fault("masters-stale", "error", _masters_stale, (_Masters,)),
-    Fault(
-        "weights-returned-rounded",
-        "warning",
-        _returned_rounded,
-        (_Returned,),
-        checked="under ``mpinspect run``, for models that several optimizers train in turn",
-    ),
+    Fault("weights-returned-rounded", "warning", _returned_rounded, (_Returned,)),
     Fault("updates-lost", "warning", _updates_lost, (_Updates, _Since, FP32Weights)),
     Fault("accumulation-lost", "warning", _accumulation_lost, (_Accumulation, FP32Weights)),
     Fault("moments-cannot-decay", "warning", moments_cannot_decay, (_Moments, _Since, FP32Weights)),
