@@ -34,7 +34,7 @@ COMMANDS = {
     "lint": "Check whether a model's matrix products suit Tensor Cores, without running it on a GPU.",
     "kernels": "Show from torch.profiler's traces which kernels ran on Tensor Cores, and which could have.",
     "compile": "Compile the CPU's counting kernels in advance: a minute or two, once per machine.",
-    "run": "Run an unmodified training script with the inspector attached to its models.",
+    "run": "Run an unmodified script with the inspector attached to the models that it trains or calls.",
 }
 
 

@@ -60,6 +60,8 @@ class Watcher(Guarded):
         self._patches = TorchPatches(self)
         self._parts: _Parts | None = None
         self._preparation: Preparation | None = None
+        #: Whether that search has ended because something was compiled.
+        self._ends_search = False
         #: Finds the models of a script that trains nothing; None once it trains.
         self._outermost: OutermostCalls | None = None
 
@@ -204,6 +206,11 @@ class Watcher(Guarded):
         if not self._active:
             return
         with self._lock.held():
+            given = inputs if isinstance(inputs, (list, tuple)) else (inputs,)
+            has_models = self._outermost is not None and self._parts is not None and self._parts.models.all
+            if has_models and not any(isinstance(each, torch.nn.Parameter) for each in given):
+                # Gradients of inputs, as of a saliency map, train nothing.
+                return
             self._training_begins()
             parts = self._made()
             if self.seen.optimizers and parts.backwards.settled:
@@ -261,8 +268,10 @@ class Watcher(Guarded):
         # Some versions of torch compile nothing under a dispatch mode.
         self._end_preparation()
         with self._lock.held():
-            # torch warns of global hooks on compiled modules.
-            self._training_begins()
+            if self._outermost is not None:
+                # torch warns of global hooks on compiled modules.
+                self._outermost.end()
+                self._ends_search = True
             self._compiled.add(given)
             if self._parts is not None:
                 self._parts.attaching.leave_compiled()
@@ -303,6 +312,7 @@ class Watcher(Guarded):
             parts = self._parts
             if self._outermost is not None:
                 self._outermost.end()
+                self._note_unseen(self._outermost)
                 for sentence in self._preparation.absorbed() if self._preparation is not None else ():
                     self.seen.note(sentence)
             if parts is None:
@@ -316,6 +326,13 @@ class Watcher(Guarded):
             records = parts.models.records()
         self.seen.models = len(records)
         return Recordings(records, parts.one_step.matmuls, parts.one_step.trace)
+
+    def _note_unseen(self, outermost: OutermostCalls) -> None:
+        """Note, of a script without a training, which models were not looked for."""
+        if self._ends_search:
+            self.seen.note("models that were first called after torch.compile were not inspected")
+        if outermost.any_elsewhere and not (self._parts and self._parts.models.all):
+            self.seen.note("models were called on other threads than the script's first one, and not inspected")
 
     def _made(self) -> _Parts:
         if self._parts is None:

@@ -1,5 +1,7 @@
 """``mpinspect run`` on scripts that run models without a backward: each forward is a step."""
 
+import math
+import threading
 import weakref
 
 import pytest
@@ -197,6 +199,73 @@ def test_a_model_that_fills_the_memory_is_released_after_its_first_forwards(tmp_
         True,
         False,
     ]
+
+
+def test_many_models_in_turn_are_all_inspected(tmp_path):
+    models = [nn.Linear(4, 4).eval() for _ in range(6)]
+    with watched(tmp_path) as run:
+        for _ in range(3):
+            for model in models:
+                _infer(model, torch.ones(1, 4))
+    assert [run.steps(number) for number in range(6)] == [3] * 6
+
+
+def test_a_model_on_the_meta_device_is_left_alone(tmp_path):
+    with watched(tmp_path) as run:
+        nn.Linear(4, 2, device="meta")(torch.ones(2, 4, device="meta"))
+        nn.LazyLinear(2)(torch.ones(2, 4))
+        _infer(nn.Linear(4, 2), torch.ones(2, 4))
+    assert [each.session.progress.steps for each in run.parts.models] == [1]
+    assert run.seen.notes == []
+
+
+def test_models_called_before_something_is_compiled_stay_inspected(tmp_path):
+    model = nn.Linear(4, 2).eval()
+    with watched(tmp_path) as run:
+        _infer(model, torch.ones(2, 4))
+        torch.compile(nn.Linear(2, 2), backend="eager")
+        _infer(model, torch.ones(2, 4))
+    assert run.steps() == 2
+    assert "models that were first called after torch.compile were not inspected" in run.seen.notes
+
+
+def test_the_gradient_of_an_input_is_no_training(tmp_path):
+    model = nn.Linear(4, 2).eval()
+    with watched(tmp_path) as run:
+        _infer(model, torch.ones(2, 4))
+        x = torch.ones(2, 4, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x)
+    assert (run.steps(), _session(run).info.inference) == (2, True)
+
+
+def test_a_break_before_the_training_is_noted(tmp_path):
+    teacher, student = Squared().half().eval(), nn.Linear(4, 2)
+    with watched(tmp_path) as run:
+        _infer(teacher, _half(100))
+        train(student, torch.optim.SGD(student.parameters(), lr=0.01))
+    assert len(run.names) == 1
+    (note,) = run.seen.notes
+    assert note.startswith("before the training, in Squared: step 0, forward")
+
+
+def test_models_on_other_threads_are_said_to_be_unseen(tmp_path):
+    model = nn.Linear(4, 2).eval()
+    with watched(tmp_path) as run:
+        thread = threading.Thread(target=_infer, args=(model, torch.ones(2, 4)))
+        thread.start()
+        thread.join()
+    assert run.parts.models == []
+    assert "on other threads" in " ".join(run.seen.notes)
+
+
+def test_the_step_of_a_finite_input_is_not_explained_by_one_of_an_infinite_input(tmp_path):
+    model = nn.Linear(4, 2).half().eval()
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    with watched(tmp_path) as run:
+        _infer(model, *map(_half, (1, 1, 1, 1, 30000, math.inf, math.inf)))
+    ids = {finding.id for finding in analyse(_session(run)).findings if finding.severity != "info"}
+    assert "breaks-in-fp32-too" not in ids
 
 
 def test_steps_limits_an_inference(tmp_path):

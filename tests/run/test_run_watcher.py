@@ -449,7 +449,7 @@ def test_models_beyond_the_limit_are_not_inspected(tmp_path):
             train(model, torch.optim.SGD(model.parameters()), steps=1)
     assert len(run.names) == 16
     assert run.names[:2] == ["Net", "Net-2"]
-    assert run.seen.notes == ["the first 16 models that were trained were inspected, and none after them"]
+    assert run.seen.notes == ["the first 16 models were inspected, and none after them"]
 
 
 def test_steps_ends_the_inspection_of_a_model(tmp_path):

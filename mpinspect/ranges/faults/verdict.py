@@ -99,7 +99,9 @@ _EXIT = "SystemExit: "
 
 def _ended(session: Session) -> str:
     """Return the exception that ended the run, with its step and phase; "" without one, or if a finding names it."""
-    error = session.ended_by
+    error, where = session.ended_by, _WHERE
+    if session.info.inference:
+        where = dict.fromkeys(_WHERE, "")
     if error is None or any(each.what == ENDED_EARLY for each in session.measurements):
         return ""
     step = "before the first step"
@@ -107,8 +109,8 @@ def _ended(session: Session) -> str:
         step = f"in step {error.step}"
     elif error.step:
         step = f"after step {error.step - 1}"
-    where = session.with_classes(_WHERE.get(next(iter(error.names), ""), "").format(module_named(error.name)))
-    place = ", ".join(filter(None, (step, where, filled("on rank {}", error.rank))))
+    named = session.with_classes(where.get(next(iter(error.names), ""), "").format(module_named(error.name)))
+    place = ", ".join(filter(None, (step, named, filled("on rank {}", error.rank))))
     if error.text.startswith(_EXIT):
         return f"Ended by sys.exit({error.text.removeprefix(_EXIT)}) {place}."
     return f"Ended by an exception {place}: {error.text}"
@@ -172,6 +174,8 @@ class _Unknown(Sentences):
     NOT_SAMPLED = "Health unknown: none of {steps} steps was sampled or watched."
     NO_BACKWARD = "Health unknown: no backward was seen."
     NO_STEP = "Health unknown: no training step was seen yet."
+    NO_FORWARD = "Health unknown: no forward was seen."
+    NO_OUTPUT = "Health unknown: no output of the model was counted or searched for infinities and NaNs."
 
 
 def _nothing_seen(session: Session) -> str:
@@ -186,6 +190,8 @@ def _nothing_seen(session: Session) -> str:
 
 def _why_unknown(session: Session) -> Said:
     progress, events = session.progress, session.events
+    if session.info.inference:
+        return _Unknown.NO_OUTPUT.when(progress.steps) or _Unknown.NO_FORWARD
     if progress.steps and progress.skipped_steps == progress.steps and progress.backwards:
         is_scale = bool(events) and all(event.forward_finite for event in events)
         return (
@@ -382,6 +388,7 @@ class _Healthy(Sentences):
     """The verdict on a healthy run, and the next thing to do."""
 
     INFERENCE = "{healthy}: the outputs need no other precision."
+    INFERENCE_FINITE = "{healthy}: no output that was searched is infinite or NaN."
     INFERENCE_FITS = "In FP16, no counted activation would overflow: the largest magnitude is {largest:.3g}."
     INFERENCE_OVERFLOWS = (
         "In FP16, the activations of {layers} would overflow: their magnitudes are up to {largest:.3g}. Keep these modules in "
@@ -425,7 +432,9 @@ def _healthy(session: Session, format: FloatFormat | None, fp16: LossScaleAdvice
     healthy = "Healthy" + " so far" * (not session.progress.ended)
     figures: dict[str, object] = {"healthy": healthy, "recommended": fp16.recommended, "start_at": start_at}
     if session.info.inference:
-        return text((_Healthy.INFERENCE, *_activations_in_float16(session, format, figures)), figures)
+        is_compared = any(recorded(session.measurements, GradientsError))
+        says = _Healthy.INFERENCE.when(is_compared) or _Healthy.INFERENCE_FINITE
+        return text((says, *_activations_in_float16(session, format, figures)), figures)
     if format == FLOAT16:
         return text(_next_in_float16(session, fp16), figures)
     says = _Healthy.NOTHING

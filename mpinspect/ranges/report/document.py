@@ -249,7 +249,6 @@ def _would_change(report: RangeReport) -> bool:
 def _loss_scale(report: RangeReport) -> Iterator[Line]:
     advice = report.loss_scale
     if report.session.info.inference:
-        yield Line(f"{scale_in_brief(report)}.", "strong")
         return
     if report.in_float16 is not None and advice.needed is False:
         yield Line(scale_in_brief(report), "strong")

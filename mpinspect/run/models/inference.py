@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as global_hooks
+from torch.nn.parameter import is_lazy
 
 from mpinspect.ranges.capture.observations import tracing, transforms
 from mpinspect.run.outcome import Seen
@@ -18,7 +19,7 @@ from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.hooks import HandleList, in_compiled_call, not_compiled
 
 #: The outermost calls after which no further model is searched for: a hook takes a microsecond or more at each call of a module.
-_MOST_CALLS = 64
+_MOST_CALLS = 1000
 
 
 class OutermostCalls(Guarded):
@@ -36,6 +37,8 @@ class OutermostCalls(Guarded):
         self._thread = threading.get_ident()
         #: The number of running modules, and of outermost calls so far.
         self._depth = self._calls = 0
+        #: Whether modules were called on other threads.
+        self.any_elsewhere = False
 
     def begin(self) -> None:
         """Add the hooks."""
@@ -48,7 +51,10 @@ class OutermostCalls(Guarded):
 
     @not_compiled
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or in_compiled_call() or threading.get_ident() != self._thread:
+        if torch.compiler.is_compiling() or in_compiled_call():
+            return
+        if threading.get_ident() != self._thread:
+            self.any_elsewhere = True
             return
         self._depth += 1
         if self._depth == 1:
@@ -67,6 +73,12 @@ class OutermostCalls(Guarded):
         is_out_of_reach = (
             transforms() is not None or tracing() is not None or isinstance(module, torch.jit.ScriptModule)
         )
-        if not is_out_of_reach and next(module.parameters(), None) is not None:
+        if not is_out_of_reach and _has_values(module):
             self._calls += 1
             self._react(module)
+
+
+def _has_values(module: torch.nn.Module) -> bool:
+    """Return whether a module has parameters, and all of them values: lazy ones and those on the meta device have none."""
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(is_lazy(each) or each.is_meta for each in parameters)

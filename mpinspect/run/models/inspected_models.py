@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch.nn.parameter import is_lazy
 
+from mpinspect.ranges.analysis.first_line import first_line
 from mpinspect.ranges.capture.steps import EARLY_FORWARDS
 from mpinspect.ranges.records import Record
 from mpinspect.ranges.session import is_below
@@ -140,7 +141,7 @@ class InspectedModels:
 
     def note_that_it_is_full(self) -> None:
         """Note for the report that a model was left out because too many are recorded."""
-        self._seen.note(f"the first {MOST_MODELS} models that were trained were inspected, and none after them")
+        self._seen.note(f"the first {MOST_MODELS} models were inspected, and none after them")
 
     def holding(self, parameters: Collection[int]) -> InspectedModel | None:
         """Return the model that has all of these parameters, given by id."""
@@ -273,9 +274,12 @@ class InspectedModels:
                 self._seen.note(f"the record of {each.name} could not be closed: {error!r}")
 
     def drop(self) -> None:
-        """Detach from every model, and remove the records and their directories."""
+        """Detach from every model, and remove the records and their directories; note the first infinity or NaN of each."""
         for each in self.all:
             each.inspector.end()
+            event = next(iter(each.inspector.session().events), None)
+            if event is not None:
+                self._seen.note(f"before the training, in {each.name}: {first_line(event)}")
             if each.inspector.log_dir is not None:
                 shutil.rmtree(each.inspector.log_dir, ignore_errors=True)
         self._seen.models -= len(self.all)
@@ -314,6 +318,10 @@ class InspectedModels:
         )
         made = InspectedModel(name, label, inspector)
         if before_forward is not None and fills_memory(model):
+            # An attached model stays alive after the script drops it.
+            for each in self.all:
+                each.inspector.pause()
+        if before_forward is not None and fills_memory(model):
             made.most_steps = EARLY_FORWARDS
             inspector.note(
                 f"{name} takes more than half of the memory that is left: only its first {EARLY_FORWARDS} forwards were "
@@ -325,7 +333,7 @@ class InspectedModels:
         inspector.attach()
         for record in prepared:
             inspector.record(record)
-        if not optimizers:
+        if not optimizers and before_forward is None:
             self._pause_the_oldest_without_optimizers()
         return made
 

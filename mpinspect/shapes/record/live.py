@@ -54,7 +54,7 @@ class LiveMatmuls:
         self.calls = _LiveCalls(self._model, unhookable, is_inference, frozenset(map(id, models.values())))
         parameters = Parameters(self._model, {id(parameter): parameter for parameter in self._model.parameters()})
         self._mode = _LiveMode(self.calls, parameters)
-        self._device = next((parameter.device.type for parameter in self._model.parameters()), "cpu")
+        self._device = _device_of(self._model)
         self._thread = threading.get_ident()
 
     def begin(self) -> None:
@@ -187,7 +187,7 @@ class _LiveCalls(ModuleCalls):
         #: The ids of the models.
         self._whole = whole
         self._handles = HandleList()
-        self._device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        self._device = _device_of(model)
         self._dtypes: Counter[torch.dtype | None] = Counter()
         #: Depth of the module whose forward began an evaluation; 0 while no evaluation is running.
         self._evaluates_from = 0
@@ -242,6 +242,12 @@ class _LiveCalls(ModuleCalls):
         self._leave(module, args, output)
         if self.model_returned is not None and id(module) in self._whole:
             self.model_returned(output)
+
+
+def _device_of(model: torch.nn.Module) -> str:
+    """Return the type of the first device on which parameters have values, "cpu" without any."""
+    types = (parameter.device.type for parameter in model.parameters())
+    return next((each for each in types if each != "meta"), "cpu")
 
 
 def _called_by_the_engine() -> bool:

@@ -347,9 +347,11 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
     # Once an optimizer has stepped on them the weights are broken, whatever the precision was.
     is_stepped_on = any(event.skipped is False for event in broken)
     of_fp32 = {each.step for each in case.recorded(BrokenInFP32)}
+    # An input that was infinite already shows nothing of a step whose input was finite.
+    of_input = {event.step for event in case.events if event.given and first is not None and not first.given}
     for alike in case.recorded(BrokenAlike):
         is_explained = is_stepped_on or are_weights_broken(alike, case)
-        if alike.step in of_fp32 or (is_explained and not alike.from_finite):
+        if alike.step in of_fp32 | of_input or (is_explained and not alike.from_finite):
             continue
         # A step of a second opinion has no events.
         if not case.progress.steps or (first is not None and first.step <= alike.step):
