@@ -2,6 +2,7 @@
 
 import math
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -227,6 +228,17 @@ def test_models_called_before_something_is_compiled_stay_inspected(tmp_path):
         _infer(model, torch.ones(2, 4))
     assert run.steps() == 2
     assert "models that were first called after torch.compile were not inspected" in run.seen.notes
+
+
+def test_a_module_that_the_compiler_leaves_out_causes_no_warning(tmp_path):
+    filters = list(warnings.filters)
+    model = torch.compiler.disable(nn.Linear(4, 2).eval())
+    with watched(tmp_path) as run:
+        _infer(model, torch.ones(2, 4))
+        with pytest.warns(UserWarning, match="own"):
+            warnings.warn("own", UserWarning, stacklevel=1)
+    assert len(run.parts.models) <= 1
+    assert list(warnings.filters) == filters
 
 
 def test_the_gradient_of_an_input_is_no_training(tmp_path):

@@ -5,7 +5,9 @@ Global hooks see every module's call until a training begins, or until the scrip
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from mpinspect.runtime.hooks import HandleList, in_compiled_call, not_compiled
 
 #: The outermost calls after which no further model is searched for: a hook takes a microsecond or more at each call of a module.
 _MOST_CALLS = 1000
+_OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
 class OutermostCalls(Guarded):
@@ -34,6 +37,7 @@ class OutermostCalls(Guarded):
         super().__init__(seen.note)
         self._react = called
         self._handles = HandleList()
+        self._filter: Any = None
         self._thread = threading.get_ident()
         #: The number of running modules, and of outermost calls so far.
         self._depth = self._calls = 0
@@ -41,13 +45,18 @@ class OutermostCalls(Guarded):
         self.any_elsewhere = False
 
     def begin(self) -> None:
-        """Add the hooks."""
+        """Add the hooks, and filter torch's warning of them, as for a module that ``torch.compiler.disable`` has returned."""
+        warnings.filterwarnings("ignore", _OF_GLOBAL_HOOKS, UserWarning)
+        self._filter = warnings.filters[0]
         self._handles.add(global_hooks.register_module_forward_pre_hook(self._enter))
         self._handles.add(global_hooks.register_module_forward_hook(self._leave, always_call=True))
 
     def end(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks and the filter."""
         self._handles.remove_all()
+        with contextlib.suppress(ValueError):
+            # The script may have reset the filters.
+            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
 
     @not_compiled
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
