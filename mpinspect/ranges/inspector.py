@@ -85,7 +85,8 @@ class Inspector:
         include, exclude: shell patterns over dotted paths of modules and parameters. Activations are captured for
             modules without submodules, and for containers that ``include`` names without wildcards.
         loss_scale: for loops that scale the loss by hand: the scale, or a callable that returns it at each backward. A power of
-            two from 128 on by which the loop multiplies the loss last is found without it.
+            two from 128 on by which the loop multiplies the loss last is found without it; with FP16 weights, any power of two
+            and any factor from 1,024 on.
         log_dir: directory for the session file and the TensorBoard log; None stores everything in memory. If it holds another
             run, or several ranks pass the same one, the next free sibling name is used (``runs/a-2``), with a warning. A
             relative path is resolved now, before any change of the working directory. A script that ends without ``detach``

@@ -94,7 +94,7 @@ class LaunchedInspector(Inspector):
             self._capture = self._on(model, optimizers, unhookable)
         self._rarer_work = RarerWork(self._capture.clock, model)
         self._starts = WeightsAtStarts()
-        self._starts.begins(model)
+        self._training_starts(model)
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -158,10 +158,18 @@ class LaunchedInspector(Inspector):
         clock, self._left = self._capture.clock, None
         self._capture = self._on(model, optimizers, unhookable)
         self._continue(clock)
-        returned = self._starts.begins(model)
+        self._training_starts(model)
+        self._capture.attach()
+
+    def _training_starts(self, model: torch.nn.Module) -> None:
+        """Compare the weights with those of the last training's start; an error costs this comparison alone."""
+        try:
+            returned = self._starts.begins(model)
+        except Exception as error:
+            self.note(f"the weights at the start of a training were not compared ({error!r})")
+            return
         if returned is not None:
             self.record(returned)
-        self._capture.attach()
 
     def unhook(self, modules: Collection[int]) -> None:
         """Remove the hooks from modules that have just been compiled, given by id."""
