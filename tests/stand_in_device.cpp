@@ -8,6 +8,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -157,6 +158,12 @@ const at::Tensor& resize(const at::Tensor& tensor, c10::SymIntArrayRef size, std
   return at::native::resize_(tensor, C10_AS_INTARRAYREF_SLOW(size), format);
 }
 
+at::Tensor& set_storage(at::Tensor& tensor, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+                        c10::SymIntArrayRef stride) {
+  return at::native::set_storage_cpu_(tensor, source, offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size),
+                                      C10_AS_INTARRAYREF_SLOW(stride));
+}
+
 void record_stream(at::Tensor&, at::Stream) {}
 
 // Operators whose result's size, or whose result itself, the host has to know.
@@ -194,6 +201,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("as_strided", as_strided);
   m.impl("_reshape_alias", reshape_alias);
   m.impl("resize_", resize);
+  m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("record_stream", record_stream);
 }
 

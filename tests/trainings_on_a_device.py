@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import stand_in_device
@@ -305,6 +306,20 @@ def a_captured_step() -> None:
     assert "CUDA graphs are not seen" in note
 
 
+def an_inference() -> None:
+    """Assert that attaching never waits, nor a forward, but for those that are computed twice, which must not fail."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for second, twice in ((False, set[int]()), (True, {0, 1})):
+            model, x = network().to(dtype).eval(), batch().to(dtype)
+            DEVICE.forget()
+            with Inspector(model, inference=True, second=second) as inspector, torch.no_grad():
+                assert DEVICE.waits() == {}, DEVICE.waits()
+                waits = waits_of(partial(model, x), STEPS)
+            assert {at for at, found in enumerate(waits) if found} == twice, (dtype, waits)
+            assert not any("failed" in note for note in inspector.session().notes), inspector.session().notes
+            assert inspector.session().progress.steps == STEPS
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     **{f"never waits: {name}": lambda name=name: never_waits(name) for name in TRAININGS},  # type: ignore[misc]
     "never waits: late events": lambda: never_waits("defaults", late=3),
@@ -313,6 +328,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "default device": a_default_device,
     "moved": a_model_that_moves,
     "capture": a_captured_step,
+    "inference": an_inference,
 }
 
 

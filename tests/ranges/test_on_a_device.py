@@ -33,7 +33,8 @@ TRAININGS = (
     "budget",
     "late events",
 )
-CHECKS = (*(f"never waits: {name}" for name in TRAININGS), "counts", "culprits", "default device", "moved", "capture")
+OTHERS = "counts", "culprits", "default device", "moved", "capture", "inference"
+CHECKS = (*(f"never waits: {name}" for name in TRAININGS), *OTHERS)
 
 
 @pytest.fixture(scope="module")
