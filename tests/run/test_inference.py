@@ -16,6 +16,7 @@ from mpinspect import Inspector
 from mpinspect.ranges.faults.measure import prepared
 from mpinspect.ranges.records import BornInfinite, GradientsError, recorded
 from mpinspect.run.models import inspected_models
+from mpinspect.shapes.record.attribution import ModuleCalls
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,25 @@ def test_the_outputs_error_is_that_of_fp32_and_the_verdict_states_it(tmp_path):
     assert report.verdict.healthy
     assert "In 1 forward computed twice, rounding put the outputs off by at most" in " ".join(report.verdict.sentences)
     assert "inference" in report.verdict.precision
+
+
+@pytest.mark.parametrize("kinds", [("weight_gradient",), ("weight_gradient", "activation")])
+def test_kinds_and_recipes_of_trainings_alone_are_noted(kinds, tmp_path):
+    with watched(tmp_path, kinds=kinds, recipes=("mxfp8",)) as run:
+        _infer(nn.Linear(4, 2), torch.ones(2, 4))
+    notes = _session(run).notes
+    assert [note.partition(":")[0] for note in notes] == ["--kinds weight_gradient", "--recipes mxfp8"]
+    assert bool(_session(run).totals()) is ("activation" in kinds)
+
+
+def test_a_fault_of_the_products_hooks_does_not_reach_the_script(tmp_path, monkeypatch):
+    def fails(*args: object) -> None:
+        raise RuntimeError("broken hook")
+
+    monkeypatch.setattr(ModuleCalls, "_enter", fails)
+    with watched(tmp_path) as run:
+        _infer(nn.Linear(4, 2), *[torch.ones(2, 4)] * 3)
+    assert "broken hook" in " ".join(run.parts.matmuls.notes)
 
 
 class Wave(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mpinspect.ranges.capture.observations import tracing, transforms
 from mpinspect.run.outcome import Seen
@@ -41,6 +42,7 @@ class OutermostCalls(Guarded):
         self._thread = threading.get_ident()
         #: The number of running modules, and of outermost calls so far.
         self._depth = self._calls = 0
+        self._reported: Any = WeakIdKeyDictionary()
         #: Whether modules were called on other threads.
         self.any_elsewhere = False
 
@@ -82,7 +84,10 @@ class OutermostCalls(Guarded):
         is_out_of_reach = (
             transforms() is not None or tracing() is not None or isinstance(module, torch.jit.ScriptModule)
         )
-        if not is_out_of_reach and _has_values(module):
+        if is_out_of_reach:
+            return
+        if module in self._reported or _has_values(module):
+            self._reported[module] = True
             self._calls += 1
             self._react(module)
 

@@ -85,11 +85,13 @@ class LaunchedInspector(Inspector):
             max_overhead=options.max_overhead,
             eager_samples=options.eager_samples,
             tracker=tracker,
-            recipes=options.recipes,
+            recipes=() if is_inference else options.recipes,
             curves=options.curves,
             inference=is_inference,
             **chosen,
         )
+        if is_inference:
+            self._note_what_an_inference_lacks(kinds or (), options.recipes)
         if unhookable:
             self._capture = self._on(model, optimizers, unhookable)
         self._rarer_work = RarerWork(self._capture.clock, model)
@@ -119,6 +121,14 @@ class LaunchedInspector(Inspector):
     def note(self, sentence: str) -> None:
         """Add a sentence to the report."""
         self._recording.note(sentence)
+
+    def _note_what_an_inference_lacks(self, kinds: Sequence[str], recipes: Sequence[str]) -> None:
+        """Note the requested kinds and recipes that nothing can be measured of."""
+        lacking = [kind for kind in kinds if kind not in INFERENCE_KINDS]
+        if lacking:
+            self.note(f"--kinds {','.join(lacking)}: not counted, since an inference has activations and weights alone")
+        if recipes:
+            self.note(f"--recipes {','.join(recipes)}: not measured, since recipes are measured in trainings alone")
 
     @property
     def rarer_work(self) -> int:

@@ -19,6 +19,7 @@ import torch
 from mpinspect.reporting.words import number_of
 from mpinspect.runtime import own_code
 from mpinspect.runtime.dispatch import OwnMode
+from mpinspect.runtime.guard import Guarded, guarded
 from mpinspect.runtime.hooks import HandleList
 from mpinspect.shapes.operators.gemm import dtype_name
 from mpinspect.shapes.record.attribution import ModuleCalls, Parameters
@@ -51,9 +52,11 @@ class LiveMatmuls:
     ) -> None:
         self._model = next(iter(models.values())) if len(models) == 1 else _together(models)
         #: Knows the running modules.
-        self.calls = _LiveCalls(self._model, unhookable, is_inference, frozenset(map(id, models.values())))
+        notes: list[str] = []
+        whole = frozenset(map(id, models.values()))
+        self.calls = _LiveCalls(self._model, unhookable, is_inference, whole, notes.append)
         parameters = Parameters(self._model, {id(parameter): parameter for parameter in self._model.parameters()})
-        self._mode = _LiveMode(self.calls, parameters)
+        self._mode = _LiveMode(self.calls, parameters, notes)
         self._device = _device_of(self._model)
         self._thread = threading.get_ident()
 
@@ -114,11 +117,11 @@ class _LiveMode(OwnMode, MatmulMode):  # type: ignore[no-untyped-call]
     #: If False, torch refuses higher-order operators while the mode is active.
     supports_higher_order_operators = True
 
-    def __init__(self, calls: _LiveCalls, parameters: Parameters) -> None:
+    def __init__(self, calls: _LiveCalls, parameters: Parameters, notes: list[str]) -> None:
         # A single call does not show the device's own autocast: 16-bit products count as cast.
         super().__init__(calls, parameters, autocast=False, lowers=lambda: True, meta=False)
         self.recording = False
-        self.notes: list[str] = []
+        self.notes = notes
         self._live_calls = calls
 
     @classmethod
@@ -176,13 +179,19 @@ class _LiveMode(OwnMode, MatmulMode):  # type: ignore[no-untyped-call]
         return self._live_calls.evaluates or (self._live_calls.in_optimizer and not self.calls.any_running)
 
 
-class _LiveCalls(ModuleCalls):
+class _LiveCalls(Guarded, ModuleCalls):
     """Follow module calls with hooks that are not inherited by copies and pickles of the model made meanwhile."""
 
     def __init__(
-        self, model: torch.nn.Module, unhookable: Collection[int], is_inference: bool, whole: Collection[int]
+        self,
+        model: torch.nn.Module,
+        unhookable: Collection[int],
+        is_inference: bool,
+        whole: Collection[int],
+        note: Callable[[str], None],
     ) -> None:
-        super().__init__(model)
+        Guarded.__init__(self, note)
+        ModuleCalls.__init__(self, model)
         self._unhookable, self._is_inference = unhookable, is_inference
         #: The ids of the models.
         self._whole = whole
@@ -226,6 +235,7 @@ class _LiveCalls(ModuleCalls):
         if id(module) in self._modules and not self._running:
             self._enter_live(module, ())
 
+    @guarded
     def _enter_live(self, module: torch.nn.Module, args: Any) -> None:
         self._enter(module, args)
         if not torch.is_grad_enabled() and not module.training and not self._evaluates_from:
@@ -236,6 +246,7 @@ class _LiveCalls(ModuleCalls):
                 dtype = torch.get_autocast_dtype(self._device)
             self._dtypes[dtype] += 1
 
+    @guarded
     def _leave_live(self, module: torch.nn.Module, args: Any, output: Any = None) -> None:
         if self._evaluates_from == len(self._running):
             self._evaluates_from = 0
