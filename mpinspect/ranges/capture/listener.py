@@ -122,7 +122,7 @@ class Listener(Guarded):
         known = [reference() for reference in self._left_out]
         new = [loss for loss in losses if all(loss is not each for each in known) and self._reaches_model([loss])]
         self._left_out += map(weakref.ref, new)
-        for observer in self._dispatcher.at_work if new else ():
+        for observer in self._dispatcher.observing if new else ():
             observer.backward_left_out(new)
 
     @entrance

@@ -270,7 +270,8 @@ class Watch(Observer):
 
     def backward_left_out(self, losses: list[torch.Tensor]) -> None:
         """Read the losses."""
-        self.loss_scaled(losses, [], self._clock.micro_batch)
+        if self.at_work:
+            self.loss_scaled(losses, [], self._clock.micro_batch)
 
     def backward_called_on_edges(self, edges: list[GradientEdge]) -> None:
         """Record the outputs where a backward begins."""

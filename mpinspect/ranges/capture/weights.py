@@ -34,7 +34,7 @@ _MOST_SEARCHED = 64
 
 
 class WeightChanges:
-    """Detects whether anything updated the weights, without waiting for a GPU.
+    """Detects whether anything updated the weights.
 
     Args:
         parameters: the model's parameters.
@@ -42,8 +42,8 @@ class WeightChanges:
 
     def __init__(self, parameters: Sequence[WatchedParameter]) -> None:
         self._parameters = parameters
-        #: Each weight with its state at the beginning of the run.
-        self._first: list[tuple[torch.Tensor, _State]] = []
+        #: Each weight with its version and a sample of its values at the beginning of the run.
+        self._first: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
         #: The weight whose state shows updates, its state, and whether it held a gradient when the last backward ended.
         self._witness: torch.Tensor | None = None
         self._last: _State | None = None
@@ -52,21 +52,23 @@ class WeightChanges:
         self.only_cleared = False
 
     def remember(self) -> None:
-        """Record the state of the weights at the beginning of the run."""
+        """Record the version and a sample of each weight at the beginning of the run. Does not wait for a GPU."""
         weights = [watched.parameter for watched in self._parameters if can_be_hooked(watched.parameter)]
-        self._first = [(weight, _state(weight)) for weight in weights]
+        self._first = [(weight, weight._version, _sample(weight)) for weight in weights]
         self._witness = None
         self.updated()
 
     def moved(self) -> bool | None:
-        """Return whether any weight has changed since ``remember``, or None if unknown; drop the recorded states."""
+        """Return whether any weight has changed since ``remember``, or None if unknown; drop the samples. Waits for a GPU."""
         first, self._first = self._first, []
-        if any(_state(weight) != was for weight, was in first):
+        if any(weight._version != version for weight, version, _ in first):
             return True
-        if any(values is None for _, (_, values) in first):
-            # On other devices than a CPU ``weight.data -= ...`` can't be detected without synchronising.
-            return None
-        return False
+        # ``weight.data -= ...`` changes the values but not the version.
+        samples = [(_sample(weight), was) for weight, _, was in first]
+        known = [(now, was) for now, was in samples if now is not None and was is not None]
+        if any(now.device != was.device or not torch.equal(now, was) for now, was in known):
+            return True
+        return None if len(known) < len(samples) else False
 
     def backward_ended(self) -> None:
         """Choose the first weight that holds a gradient as the one whose state shows updates.
@@ -97,18 +99,21 @@ def can_be_hooked(parameter: torch.Tensor) -> bool:
 
 
 def _state(parameter: torch.Tensor) -> _State:
-    """Return a parameter's version counter and, on a CPU, its first four values, to detect updates without an optimizer.
+    """Return a parameter's version counter and, on a CPU, a sample of its values, to detect updates without an optimizer."""
+    values = _sample(parameter) if parameter.is_cpu else None
+    return parameter._version, None if values is None else values.tolist()
 
-    ``parameter.data -= ...`` changes the values but not the version.
-    """
+
+def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of a parameter's first four values on its device; None if its values can't be accessed."""
     try:
         local = detached_values(local_part(parameter))
     except Exception:
-        # A Tensor subclass whose values can't be accessed.
-        return parameter._version, None
-    if local.device.type != "cpu" or local.layout is not torch.strided:
-        return parameter._version, None
-    return parameter._version, local.reshape(-1)[:4].tolist()
+        # A Tensor subclass.
+        return None
+    if local.is_meta or local.layout is not torch.strided:
+        return None
+    return local.reshape(-1)[:4].clone()
 
 
 class BrokenWeights:

@@ -106,6 +106,8 @@ class Examination(Measuring):
         #: device.
         self._on_cpu = True
         self._waited = 0
+        #: The last step in which an optimizer has stepped.
+        self._stepped = -1
         #: Whether the last step had an event of the forward, and whether this step may therefore be read on a device.
         self._forward_broke = self._may_wait = False
         #: The singular operation near this step's finite loss, recorded if the backward turns out to be non-finite.
@@ -203,8 +205,10 @@ class Examination(Measuring):
         self._products.update(node._sequence_nr() for node in made if node is not None and node not in bare)
 
     def backward_left_out(self, losses: list[torch.Tensor]) -> None:
-        """Search the graph of the losses."""
-        self.backward_called(losses)
+        """Search the graph of the losses, which have been read, so that another wait for the device matters little."""
+        if self._examined < _MOST_EXAMINED:
+            self._may_wait = True
+            self.backward_called(losses)
 
     @torch.no_grad()
     def backward_called(self, losses: list[torch.Tensor]) -> None:
@@ -232,11 +236,16 @@ class Examination(Measuring):
             return
         self._examined += 1
         step = self._clock.step
-        self._name_operations(starts)
+        if self.at_work:
+            # Elsewhere it is not known where the modules end.
+            self._name_operations(starts)
         # This step's update has not been applied yet, so these weights made the loss.
         norms = self._weight_norms(fewest_dims=1).read()
         self._zero = {name for name, norm in norms.items() if not norm}
         if broken := _broken(norms):
+            # They have not changed since the last step of an optimizer.
+            events = [each for each in self._recording.events if each.phase == "forward" and each.step > self._stepped]
+            step = min((each.step for each in events), default=step)
             self._record_names(BrokenWeights(step=step, names=broken, of=len(norms)))
             self._tell_states(step, broken[0])
             # Non-finite weights explain every later infinity or NaN, so the examination ends.
@@ -283,6 +292,10 @@ class Examination(Measuring):
             self._rates[optimizer] = [
                 {name: float(rate) for name, rate in group.items() if isinstance(rate, (int, float))} for group in named
             ]
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the step."""
+        self._stepped = self._clock.step
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the singular operations found, near a finite loss if the backward was not finite; compare the weights' norms."""
