@@ -16,7 +16,7 @@ from mpinspect.ranges.capture.largest import has_memory
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import Positions
-from mpinspect.runtime.device import is_capturing
+from mpinspect.runtime.device import computes_in_fp64, is_capturing
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.user_line import innermost_line
 
@@ -90,7 +90,7 @@ class RoundedNumbers:
         #: The first numbers whose differences matter; their step is not set.
         self.found: Positions | None = None
         self._rounded: Marks[_Rounded] = Marks()
-        self._left, self._left_on_gpu = _MOST_IN_ALL, _MOST_ON_GPU
+        self._left, self._left_on_device = _MOST_IN_ALL, _MOST_ON_GPU
 
     def watchers(self) -> dict[Any, Watcher]:
         """Return the functions to call after each call of an operator of the forward, by operator."""
@@ -191,9 +191,9 @@ class RoundedNumbers:
             or source.requires_grad
         ):
             return False
-        if source.is_cuda:
-            self._left_on_gpu -= 1
-            if self._left_on_gpu < 0 or is_capturing():
+        if not source.is_cpu:
+            self._left_on_device -= 1
+            if self._left_on_device < 0 or is_capturing():
                 return False
         self._left -= min(source.numel(), _MOST_ELEMENTS if not source.is_floating_point() else _FEW)
         return self._left >= 0
@@ -307,12 +307,12 @@ def _is_large(sizes: torch.Tensor) -> bool:
 
 
 def is_readable(tensor: Any) -> bool:
-    """Return whether this is a dense tensor (no subclass) with memory on a CPU or a GPU with FP64."""
+    """Return whether this is a dense tensor (no subclass) with memory on a device that computes in FP64."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and (tensor.is_cpu or tensor.is_cuda)
         and has_memory(tensor)
+        and computes_in_fp64(tensor.device)
     )
 
 
