@@ -15,6 +15,7 @@ from trainings import mixed_step, take_step
 
 from mpinspect import Inspector, MixedPrecision, count_exponents
 from mpinspect.ranges.kinds import KINDS
+from mpinspect.ranges.records import BrokenWeights, ExaminedArgument, NeverUpdated, recorded
 from mpinspect.ranges.windows.tensors import TensorKey
 
 DEVICE = stand_in_device.load()
@@ -261,6 +262,65 @@ def culprits_are_the_cpus() -> None:
         assert events[0] == events[1], events
 
 
+def operations_of_a_broken_loss() -> None:
+    """Assert that the operation that broke a loss, or its backward, in an unmeasured step is recorded, and that no step before
+    it waits.
+    """
+    edges = {"a logarithm of zero": torch.log, "a square root of zero": torch.sqrt}
+    for text, edge in edges.items():
+        model, x = network(), batch()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with Inspector(model, second=False) as inspector:
+            for at in range(10):
+                DEVICE.forget()
+                take_step(optimizer, edge((model(x) * (at != 6)).square().sum(1)).mean())
+                assert at >= 6 or DEVICE.waits() == {}, (at, DEVICE.waits())
+        (found,) = recorded(inspector.session().measurements, ExaminedArgument)
+        assert (found.step, found.text.startswith(text), found.elements) == (6, True, 8), found
+
+
+def a_loss_without_backward() -> None:
+    """Assert that the operation of a loss is recorded whose backward the loop leaves out, in the last and unmeasured step."""
+    model, x = network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Inspector(model, second=False) as inspector:
+        for at in range(7):
+            loss = (model(x).square() * (at != 6)).log().mean()
+            if not loss.isfinite():
+                break
+            take_step(optimizer, loss)
+    (found,) = recorded(inspector.session().measurements, ExaminedArgument)
+    assert (found.step, found.text) == (6, "a logarithm of zero"), found
+
+
+def weights_broken_before_skipped_steps() -> None:
+    """Assert that the step in which weights broke is recorded, although they are read in a later one."""
+    model, x = network(), batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(stand_in_device.NAME, init_scale=2.0**10)
+    with Inspector(model, second=False) as inspector:
+        for at in range(12):
+            take_step(optimizer, model(x).square().mean(), scaler)
+            if at == 6:
+                model[0].weight.data.mul_(math.nan)
+    (found,) = recorded(inspector.session().measurements, BrokenWeights)
+    assert (found.step, found.names) == (7, ("0.weight",)), found
+
+
+def data_written_without_a_version() -> None:
+    """Assert that updates through ``.data``, which leave the version as it is, count as updates, and that none is told."""
+    for moves in (False, True):
+        model, x = network(), batch()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Inspector(model, optimizers=optimizer) as inspector:
+            for _ in range(4):
+                model(x).square().mean().backward()
+                for parameter in model.parameters():
+                    parameter.data -= 0.1 * parameter.grad * moves
+                    parameter.grad = None
+        assert len(list(recorded(inspector.session().measurements, NeverUpdated))) == 1 - moves
+
+
 def a_default_device() -> None:
     torch.set_default_device(stand_in_device.NAME)
     try:
@@ -329,6 +389,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "moved": a_model_that_moves,
     "capture": a_captured_step,
     "inference": an_inference,
+    "broken loss": operations_of_a_broken_loss,
+    "loss without backward": a_loss_without_backward,
+    "broken weights": weights_broken_before_skipped_steps,
+    "data": data_written_without_a_version,
 }
 
 

@@ -33,7 +33,10 @@ TRAININGS = (
     "budget",
     "late events",
 )
-OTHERS = "counts", "culprits", "default device", "moved", "capture", "inference"
+OTHERS = (
+    *("counts", "culprits", "default device", "moved", "capture", "inference"),
+    *("broken loss", "loss without backward", "broken weights", "data"),
+)
 CHECKS = (*(f"never waits: {name}" for name in TRAININGS), *OTHERS)
 
 

@@ -20,6 +20,7 @@ from mpinspect.ranges.faults.measure.flushed import AskedGradients, FlushedState
 from mpinspect.ranges.faults.measure.handed_over import HandedOver
 from mpinspect.ranges.faults.measure.ledger import Ledger
 from mpinspect.ranges.faults.measure.loop_lines import LoopLines
+from mpinspect.ranges.faults.measure.loss_nodes import LossNodes
 from mpinspect.ranges.faults.measure.master_gradients import MasterGradients
 from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.faults.measure.measuring import Run
@@ -56,6 +57,6 @@ def diagnosing_observers(
             DtypeChanges,
             StandingStill,
         ),
-        *(Examination, AskedGradients, FlushedStates),
+        *(Examination, LossNodes, AskedGradients, FlushedStates),
     )
     return (*(kind(run) for kind in kinds), *asked)

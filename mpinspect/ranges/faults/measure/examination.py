@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from mpinspect.numeric.exponents import ratio
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.graph import graph, numel_of
 from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Call
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.capture.tally import dtype_name
@@ -313,7 +314,7 @@ class Examination(Measuring):
         candidate = candidate or infinite
         if candidate is not None:
             self._examined += 1
-            self._tell_singular(step, candidate, loss_finite=True)
+            self._record(examined(candidate, step, self._parameters, loss_finite=True))
         for found, before, call in self._found:
             # An argument computed from a non-finite output is not the cause; a row of -inf makes no NaN before its softmax.
             is_late = any(
@@ -323,7 +324,7 @@ class Examination(Measuring):
                 for event in new
             )
             if not is_late:
-                self._tell_singular(step, found, loss_finite=False, call=call)
+                self._record(examined(found, step, self._parameters, loss_finite=False, call=call))
         self._found.clear()
         self._tell_zero_weights(new)
         if any((event.step, event.phase, event.dtype) == (step, "forward", FLOAT16.name) for event in new):
@@ -453,18 +454,6 @@ class Examination(Measuring):
                 whole = Rows(tuple(range(min(rows, MOST_ROWS))), rows, rows)
                 self._tell_examined(ExaminedZeroRow, event.step, rows, whole, name, event.module)
 
-    def _tell_singular(
-        self, step: int, found: Singular, *, loss_finite: bool, call: tuple[int, int] | None = None
-    ) -> None:
-        text = f"{found.operator} {found.what}".strip()
-        figures: dict[str, Any] = {"loss_finite": loss_finite, "bits": found.bits}
-        if call is not None:
-            figures |= {"call": call[0], "calls": call[1]}
-        by = next((each.name for each in self._parameters if each.parameter is found.by), None)
-        if by is not None:
-            text = text.replace("a tensor that takes a gradient", f"the parameter {by!r}")
-        self._tell_examined(_KINDS[found.kind], step, found.elements, found.rows, text, **figures)
-
     def _tell_examined(
         self,
         kind: type[Examined],
@@ -475,17 +464,7 @@ class Examination(Measuring):
         name: str = "",
         **figures: float,
     ) -> None:
-        record = kind(
-            name=name,
-            step=step,
-            names=tuple(map(str, rows.first)),
-            text=text,
-            elements=elements,
-            rows=rows.number,
-            of_rows=rows.of,
-            **figures,  # type: ignore[arg-type]
-        )
-        self._record(record)
+        self._record(_record_of(kind, step, elements, rows, text, name, **figures))
 
     @torch.no_grad()
     def _weight_norms(self, most_rows: float = math.inf, fewest_dims: int = 2) -> Sent:
@@ -545,6 +524,48 @@ class Examination(Measuring):
                     return named
         # The optimizer steps masters in place of the weights.
         return next((rates[0] for rates in self._rates.values() if rates), {})
+
+
+def examined(
+    found: Singular,
+    step: int,
+    parameters: Iterable[WatchedParameter],
+    *,
+    loss_finite: bool,
+    call: tuple[int, int] | None = None,
+) -> Examined:
+    """Return the record of a singular operation.
+
+    Args:
+        found: the operation.
+        step: its step.
+        parameters: the model's parameters, one of which may be an operand.
+        loss_finite: whether the loss was finite.
+        call: its number among the step's calls of its operator, and their number, if both are known.
+    """
+    text = f"{found.operator} {found.what}".strip()
+    figures: dict[str, Any] = {"loss_finite": loss_finite, "bits": found.bits}
+    if call is not None:
+        figures |= {"call": call[0], "calls": call[1]}
+    by = next((each.name for each in parameters if each.parameter is found.by), None)
+    if by is not None:
+        text = text.replace("a tensor that takes a gradient", f"the parameter {by!r}")
+    return _record_of(_KINDS[found.kind], step, found.elements, found.rows, text, **figures)
+
+
+def _record_of(
+    kind: type[Examined], step: int, elements: int, rows: Rows, text: str = "", name: str = "", **figures: float
+) -> Examined:
+    return kind(
+        name=name,
+        step=step,
+        names=tuple(map(str, rows.first)),
+        text=text,
+        elements=elements,
+        rows=rows.number,
+        of_rows=rows.of,
+        **figures,  # type: ignore[arg-type]
+    )
 
 
 def _broken(norms: Mapping[str, float]) -> tuple[str, ...]:

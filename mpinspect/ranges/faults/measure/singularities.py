@@ -81,14 +81,18 @@ def singular(node: Any) -> Singular | None:
 
 
 def may_be_singular(node: Any) -> bool:
-    """Return whether ``singular``, ``infinite_operand`` or ``applies_mask`` may find anything in a node, by its name.
+    """Return whether ``singular``, ``infinite_operand`` or ``applies_mask`` may find anything in a node, by its name."""
+    return has_finder(node) or operator_of(node) in _MAY_MASK
+
+
+def has_finder(node: Any) -> bool:
+    """Return whether ``singular`` or ``infinite_operand`` may find anything in a node, by its name.
 
     Matrix products are left out: what breaks in them breaks the loss too, and comparing them takes long.
     """
-    name = node.name()
     if operator_of(node) in _MATRIX_PRODUCTS:
         return False
-    return _FINDERS[name] is not None or _INFINITE[name] is not None or operator_of(node) in _MAY_MASK
+    return _FINDERS[node.name()] is not None or _INFINITE[node.name()] is not None
 
 
 def infinite_operand(node: Any) -> Singular | None:

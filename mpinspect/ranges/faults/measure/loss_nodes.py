@@ -1,0 +1,178 @@
+"""The operations nearest to a loss on a device, kept from the backward's begin until it is known whether the step broke.
+
+On a CPU the ``Examination`` reads them before the backward frees their arguments. On a device that would wait, so the small
+arguments outlive the backward by a step or two, and are read only if the step turns out to be broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mpinspect.ranges.capture.culprit import LOSS
+from mpinspect.ranges.capture.graph import dtype_of, graph
+from mpinspect.ranges.faults.measure.examination import examined
+from mpinspect.ranges.faults.measure.measuring import Measuring, Run
+from mpinspect.ranges.faults.measure.singularities import (
+    Singular,
+    applies_mask,
+    has_finder,
+    infinite_operand,
+    is_packed,
+    singular,
+)
+from mpinspect.ranges.session import Event
+
+#: Maximum number of nodes, of elements of a kept tensor, and of bytes kept of a step.
+_MOST_NODES, _MOST_ELEMENTS, _MOST_BYTES = 24, 1 << 16, 4 << 20
+#: Maximum number of steps whose nodes are kept: the values of a step are known one step later, or two.
+_MOST_STEPS = 3
+#: Maximum number of examined steps.
+_MOST_EXAMINED = 3
+
+
+class LossNodes(Measuring):
+    """Keeps the nodes nearest to each loss on a device, and examines those of the first broken steps. Must run after the watch.
+
+    Never waits in a step whose values are finite, and launches nothing but copies of small views.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._kept: dict[int, list[KeptNode]] = {}
+        self._events = self._examined = 0
+
+    def begin_step(self, sampled: bool, watched: bool) -> None:
+        """Activate this observer in watched steps on a device, until enough were examined."""
+        on_cpu = not self._parameters or self._parameters[0].parameter.is_cpu
+        self.at_work = watched and not on_cpu and self._examined < _MOST_EXAMINED
+
+    def backward_called(self, losses: list[torch.Tensor]) -> None:
+        """Keep the nodes nearest to losses on a device."""
+        if not any(loss.is_cpu for loss in losses):
+            self._kept.setdefault(self._clock.step, []).extend(kept_nodes([loss.grad_fn for loss in losses]))
+
+    def end_step(self, step: int, sampled: bool) -> None:
+        """Examine the nodes of steps with a new event, and drop those of steps that are known to be finite."""
+        events, self._events = self._events, len(self._recording.events)
+        for event in self._recording.events[events : self._events]:
+            self._examine(event)
+        for old in [each for each in self._kept if each <= step - _MOST_STEPS]:
+            del self._kept[old]
+
+    def run_ends(self) -> None:
+        """Examine the nodes of the last steps."""
+        self.end_step(self._clock.step, False)
+        self._kept.clear()
+
+    @torch.no_grad()
+    def _examine(self, event: Event) -> None:
+        """Record the singular operation that explains an event, if any. Waits for the device."""
+        nodes = self._kept.pop(event.step, [])
+        if not nodes or self._examined >= _MOST_EXAMINED:
+            return
+        is_backward = event.phase == "backward"
+        if is_backward and event.skipped:
+            # The loss scale may have caused it.
+            return
+        found = _earliest(filter(None, map(singular, nodes)))
+        if (
+            event.phase == "forward"
+            and event.what != LOSS
+            and (found is None or found.kind not in ("mask", "zero-row"))
+        ):
+            # Other arguments may have been computed from the output that was not finite.
+            return
+        if found is None and is_backward and any(map(applies_mask, nodes)):
+            found = _earliest(filter(None, map(infinite_operand, nodes)))
+        if found is not None:
+            self._examined += 1
+            self._record(examined(found, event.step, self._parameters, loss_finite=is_backward))
+
+
+class KeptNode:
+    """A node of autograd's graph without the graph: its name, its number, and what it saved of few elements.
+
+    A saved tensor with more elements is on the meta device, where reading it raises a RuntimeError.
+
+    Args:
+        node: the node, whose backward has not run.
+        saved: the value of each attribute, with a tensor's version.
+    """
+
+    def __init__(self, node: Any, saved: Mapping[str, tuple[Any, int]]) -> None:
+        self._name, self._number, self._saved = node.name(), node._sequence_nr(), saved
+        self._input_metadata = [SimpleNamespace(dtype=dtype_of(node), shape=())]
+        self.next_functions: tuple[tuple[KeptNode | None, int], ...] = ()
+
+    def name(self) -> str:
+        return str(self._name)
+
+    def _sequence_nr(self) -> int:
+        return int(self._number)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            value, version = self._saved[name]
+        except KeyError:
+            raise AttributeError(name) from None
+        if isinstance(value, torch.Tensor) and value._version != version:
+            raise RuntimeError(f"{name} was changed in place")
+        return value
+
+
+def kept_nodes(starts: Iterable[Any]) -> list[KeptNode]:
+    """Return the nodes nearest to losses, before their backward; none if no node among them may be singular. Never waits."""
+    nodes = graph(starts, _MOST_NODES)
+    if not any(map(has_finder, nodes)):
+        return []
+    left, kept = _MOST_BYTES, dict[Any, KeptNode]()
+    for node in nodes:
+        saved = _saved(node, left)
+        left -= sum(each.nbytes for each, _ in saved.values() if isinstance(each, torch.Tensor) and not each.is_meta)
+        kept[node] = KeptNode(node, saved)
+    for node in nodes:
+        edges = ((each and (kept.get(each) or KeptNode(each, {})), place) for each, place in node.next_functions)
+        kept[node].next_functions = tuple(edges)
+    return list(kept.values())
+
+
+def _saved(node: Any, most_bytes: int) -> dict[str, tuple[Any, int]]:
+    """Return what a node saved, by attribute, with its version; nothing if hooks packed it or an operand was changed in place."""
+    if not has_finder(node) or is_packed(node):
+        return {}
+    try:
+        return {name: _small(getattr(node, name), most_bytes) for name in _attributes(type(node))}
+    except RuntimeError:
+        return {}
+
+
+def _small(value: Any, most_bytes: int) -> tuple[Any, int]:
+    if not isinstance(value, torch.Tensor):
+        return value, 0
+    # Without the graph that made it.
+    value = value.detach()
+    if value.numel() > _MOST_ELEMENTS or value.nbytes > most_bytes:
+        value = value.to("meta")
+    elif value.untyped_storage().nbytes() > 2 * value.nbytes:
+        # A view would keep a larger tensor alive.
+        value = value.clone()
+    return value, value._version
+
+
+#: By type of node, the attributes with what it saved.
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {}
+
+
+def _attributes(kind: type) -> Sequence[str]:
+    if kind not in _ATTRIBUTES:
+        _ATTRIBUTES[kind] = tuple(name for name in dir(kind) if name.startswith("_saved_"))
+    return _ATTRIBUTES[kind]
+
+
+def _earliest(found: Iterable[Singular]) -> Singular | None:
+    """Return the operation that ran first; a difference may have been taken from anything."""
+    return min((each for each in found if each.kind != "difference"), key=lambda each: each.order, default=None)
