@@ -417,7 +417,7 @@ def _kinds(
         raise ValueError(f"capture names unknown kinds {unknown}; there are {', '.join(KINDS)}")
     if inference and wanted.difference(INFERENCE_KINDS):
         raise ValueError(f"capture={tuple(sorted(wanted))!r}: an inference has activations and weights alone")
-    if not inference and any(watched.parameter.dtype in (torch.float16, torch.bfloat16) for watched in parameters):
+    if not inference and model_layers.any_in_16_bits(parameters):
         wanted.add(UPDATE)
     return tuple(kind for kind in KINDS if kind in wanted)
 

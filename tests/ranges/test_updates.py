@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from trainings import inspected
+from trainings import inspected, take_step
 
 from mpinspect import Inspector
 from mpinspect.counting.cpu import available
@@ -209,6 +209,19 @@ def test_updates_of_half_weights_are_captured_by_default_and_measured(dtype: tor
     assert lost == {name: LostUpdates(12, 12, measured=True)}
     moved = _updates(_train(model, 0.5, loss_scale=1.0)).lost_updates
     assert moved == {name: LostUpdates(0, 12, measured=True)}
+
+
+def test_updates_are_captured_as_soon_as_the_weights_are_converted_to_16_bits() -> None:
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    with Inspector(model, every=1, loss_scale=1.0) as inspector:
+        for dtype, steps in ((torch.float32, 7), (torch.bfloat16, 9)):
+            optimizer = torch.optim.SGD(model.to(dtype).parameters(), lr=2.0**-13)
+            for _ in range(steps):
+                take_step(optimizer, model(torch.ones(1, 4, dtype=dtype)).sum())
+    assert _updates(inspector).lost_updates == {"bfloat16": LostUpdates(36, 36, measured=True)}
+    (finding,) = [each for each in inspector.report().findings if each.id == "updates-lost"]
+    assert "in the 9 sampled steps" in finding.message
 
 
 def test_updates_of_fp32_weights_are_not_captured_by_default() -> None:

@@ -18,7 +18,7 @@ from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.counting import Counting
 from mpinspect.ranges.capture.dispatcher import Dispatcher
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.capture.layers import Layer, ModelParameters, WatchedParameter, describe
+from mpinspect.ranges.capture.layers import Layer, ModelParameters, WatchedParameter, any_in_16_bits, describe
 from mpinspect.ranges.capture.listener import Listener
 from mpinspect.ranges.capture.observations import Observer
 from mpinspect.ranges.capture.optimizers import ModelOptimizers
@@ -114,13 +114,21 @@ class Capture(Dispatcher):
         self._counting = Counting(
             self._kinds, self._parameters, self._tally, self._precision, is_inference=before_forward is not None
         )
-        self._updates = Updates(self._tally, self.optimizers, UPDATE in self._kinds)
+        self._updates = Updates(self._tally, self.optimizers, self._wants_updates)
         self._observers = (self._counting, self._updates)
         if watch:
             self._watch = self._made_watch(step_clock, recording, may_pause=is_metered)
             self._observers += (self._watch,)
         if diagnosing is not None:
             self._observers += diagnosing(self._layers, self._parameters, self.optimizers, step_clock, recording)
+
+    def _wants_updates(self) -> bool:
+        """Return whether updates are counted: if they were requested, and as soon as weights are stored in 16 bits."""
+        is_training = self._before_forward is None
+        if UPDATE not in self._kinds and is_training and any_in_16_bits(self._parameters):
+            self._kinds |= {UPDATE}
+            self._recording.watch(describe(self._layers, self._parameters, self._kinds))
+        return UPDATE in self._kinds
 
     def _made_watch(self, clock: StepClock, recording: Recording, *, may_pause: bool) -> Watch:
         modules = {layer.path: layer.module for layer in self._layers}

@@ -254,6 +254,11 @@ class ModelParameters:
         ]
 
 
+def any_in_16_bits(parameters: Iterable[WatchedParameter]) -> bool:
+    """Return whether a parameter is stored in FP16 or BF16."""
+    return any(watched.parameter.dtype in (torch.float16, torch.bfloat16) for watched in parameters)
+
+
 def describe(
     layers: Iterable[Layer], parameters: Iterable[WatchedParameter], kinds: Collection[str]
 ) -> list[TensorInfo]:

@@ -9,7 +9,7 @@ lost, the first and the last because the gap below a power of two is half the ga
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,16 +43,16 @@ class Updates(Observer):
     Args:
         tally: receives the samples.
         optimizers: the model's optimizers.
-        wanted: whether updates are counted at all.
+        wanted: returns whether updates are counted at all in the step that begins.
     """
 
-    def __init__(self, tally: Tally, optimizers: ModelOptimizers, wanted: bool) -> None:
+    def __init__(self, tally: Tally, optimizers: ModelOptimizers, wanted: Callable[[], bool]) -> None:
         self._tally, self._optimizers, self._wanted = tally, optimizers, wanted
         self._before: dict[int, list[tuple[WatchedParameter, torch.Tensor]]] = {}
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Work only in sampled steps."""
-        self.at_work = sampled and self._wanted
+        self.at_work = sampled and self._wanted()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy the weights that the optimizer is about to update."""

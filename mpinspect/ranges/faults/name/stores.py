@@ -174,7 +174,7 @@ def _updates_lost(case: Case) -> Iterator[Found]:
             {
                 "which": which,
                 "worst": [name for name in ordered if told[name].fraction == highest],
-                "sampled": _sampled(case),
+                "sampled": _sampled(lost, case),
                 "effect": effect,
                 **since,
             },
@@ -243,9 +243,9 @@ def _who_loses(lost: _LostInFormat, case: Case) -> tuple[_Updates, str]:
     return by_number(len(lost.told), _Updates.ONE_LOSES, _Updates.LOSE), f"{len(lost.told)} of the weights"
 
 
-def _sampled(case: Case) -> str:
-    """Return in words how many steps were sampled, to follow "the updates"; "" if all were."""
-    sampled = case.progress.sampled_steps
+def _sampled(lost: _LostInFormat, case: Case) -> str:
+    """Return in words in how many steps the updates were counted, to follow "the updates"; "" if in all."""
+    sampled = max(case.totals[TensorKey(name, UPDATE)].samples for name in lost.told)
     return f" in the {number_of(sampled, 'sampled step')}" * (0 < sampled < case.progress.steps)
 
 
