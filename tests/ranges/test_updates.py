@@ -219,9 +219,11 @@ def test_updates_are_captured_as_soon_as_the_weights_are_converted_to_16_bits() 
             optimizer = torch.optim.SGD(model.to(dtype).parameters(), lr=2.0**-13)
             for _ in range(steps):
                 take_step(optimizer, model(torch.ones(1, 4, dtype=dtype)).sum())
-    assert _updates(inspector).lost_updates == {"bfloat16": LostUpdates(36, 36, measured=True)}
+    # The first step after the conversion had begun before it.
+    assert _updates(inspector).lost_updates == {"bfloat16": LostUpdates(32, 32, measured=True)}
     (finding,) = [each for each in inspector.report().findings if each.id == "updates-lost"]
-    assert "in the 9 sampled steps" in finding.message
+    assert "in the 8 sampled steps" in finding.message
+    assert inspector.session().notes == ()
 
 
 def test_updates_of_fp32_weights_are_not_captured_by_default() -> None:

@@ -22,7 +22,9 @@ class HostCopy:
     def __init__(self, stacked: torch.Tensor) -> None:
         #: The event recorded after the copy; None if the copy was immediate.
         self.event: Any
-        self._host, self.event = device.copied(stacked)
+        # NumPy has neither BF16 nor FP8.
+        is_wide = not stacked.is_floating_point() or stacked.dtype.itemsize > 2
+        self._host, self.event = device.copied(stacked if is_wide else stacked.float())
 
     def ready(self) -> bool:
         """Return whether the copy is complete; does not wait."""
