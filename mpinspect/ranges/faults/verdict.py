@@ -131,8 +131,11 @@ def _also_grave(findings: Sequence[Finding]) -> str:
 
 
 def _first_clause(message: str) -> str:
-    """Return a message up to its first colon, semicolon or full stop, without a bracket that this would leave open."""
-    clause = re.split("[:;.] ", message)[0].rstrip(".")
+    """Return a message up to its first colon, semicolon or full stop, without a bracket that this would leave open.
+
+    An ellipsis is no full stop.
+    """
+    clause = re.split(r"[:;] |(?<!\.)\. ", message)[0].rstrip(".")
     return clause[: clause.rindex(" (")] if clause.count("(") > clause.count(")") else clause
 
 

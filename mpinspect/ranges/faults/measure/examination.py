@@ -115,6 +115,8 @@ class Examination(Measuring):
         self._candidate: Singular | None = None
         #: The product or division with a mask's infinity near this step's finite loss.
         self._infinite: Singular | None = None
+        #: The nodes' names and arguments of the candidates of steps whose backward was finite.
+        self._harmless: set[tuple[str, str]] = set()
         #: The singular operations of this step's non-finite losses, each with the modules whose outputs were made before it,
         #: and its number among the operator's calls and that of all of them.
         self._found: list[tuple[Singular, frozenset[str], tuple[int, int] | None]] = []
@@ -306,8 +308,11 @@ class Examination(Measuring):
         self._forward_broke = any(event.phase == "forward" for event in new)
         candidate, infinite, self._candidate, self._infinite = self._candidate, self._infinite, None, None
         broken = [event for event in new if event.gradients_finite is False]
+        if candidate is not None and not broken:
+            self._harmless.add((candidate.node, candidate.what))
         # The loss scale may cause an overflow in the backward, which a scaler skips.
-        if all(event.phase == "backward" and event.skipped for event in broken):
+        may_be_by_scale = all(event.phase == "backward" and event.skipped for event in broken)
+        if may_be_by_scale and not (broken and self._breaks_at_any_scale(candidate)):
             candidate = None
         if not broken:
             infinite = None
@@ -338,6 +343,10 @@ class Examination(Measuring):
         self._all.discard(self)
 
     # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _breaks_at_any_scale(self, found: Singular | None) -> bool:
+        """Return whether an operation's derivative is infinite, and no backward through another such operation was finite."""
+        return found is not None and has_infinite_derivative(found) and (found.node, found.what) not in self._harmless
 
     def _earliest(self, nodes: Sequence[object]) -> Singular | None:
         """Return the singular operation that ran first; a difference counts only if it was taken from a module's output."""
@@ -524,6 +533,11 @@ class Examination(Measuring):
                     return named
         # The optimizer steps masters in place of the weights.
         return next((rates[0] for rates in self._rates.values() if rates), {})
+
+
+def has_infinite_derivative(found: Singular) -> bool:
+    """Return whether an operation's gradient is infinite or NaN whatever gradient arrives: g / 0 is, for zeros too."""
+    return found.kind == "argument" and "zero" in found.what
 
 
 def examined(

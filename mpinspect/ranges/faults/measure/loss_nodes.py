@@ -14,7 +14,7 @@ import torch
 
 from mpinspect.ranges.capture.culprit import LOSS
 from mpinspect.ranges.capture.graph import dtype_of, graph
-from mpinspect.ranges.faults.measure.examination import examined
+from mpinspect.ranges.faults.measure.examination import examined, has_infinite_derivative
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 from mpinspect.ranges.faults.measure.singularities import (
     Singular,
@@ -75,10 +75,10 @@ class LossNodes(Measuring):
         if not nodes or self._examined >= _MOST_EXAMINED:
             return
         is_backward = event.phase == "backward"
-        if is_backward and event.skipped:
+        found = _earliest(filter(None, map(singular, nodes)))
+        if is_backward and event.skipped and not (found and has_infinite_derivative(found)):
             # The loss scale may have caused it.
             return
-        found = _earliest(filter(None, map(singular, nodes)))
         if (
             event.phase == "forward"
             and event.what != LOSS

@@ -125,7 +125,7 @@ _MOST_CASTS = 64
 _UNCANCELLED = 0.05
 #: The least error of a result, and its least ratio to that of the inputs, of an operator that is recorded where the gradients are
 #: off by as much as their size and no other operator explains it.
-_RAISED, _RAISED_TIMES, _USELESS_GRADIENTS = 0.1, 10.0, 1.0
+_RAISED, _RAISED_TIMES, _USELESS_GRADIENTS = 0.05, 10.0, 1.0
 
 
 class SecondComputation(Recomputation):

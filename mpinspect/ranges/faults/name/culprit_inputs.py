@@ -846,6 +846,6 @@ FAULTS = (
         "error",
         _argument_out_of_range,
         (_Argument, _ArgumentCode, LogSoftmax, _Aftermath),
-        _EVENT,
+        (*_EVENT, "overflow-recurs"),
     ),
 )

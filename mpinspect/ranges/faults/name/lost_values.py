@@ -768,8 +768,14 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     smaller than a tenth of another step's, as in a model that has converged, and if the errors grow in the sums over the batch.
     """
     learning = of_learning_steps(each for each in case.recorded(GradientsError) if each.text != FLOAT32.name)
+    large = (
+        each
+        for each in learning
+        if each.error >= (MATTERS if each.of_outputs else _MOSTLY)
+        # The operands were right: over the batch their products cancel, as at an optimum.
+        and not (each.names[2] == "backward" and each.names[0] in PRODUCTS)
+    )
     # Other faults name the gradients that the backward or the loop flushed.
-    large = (each for each in learning if each.error >= (MATTERS if each.of_outputs else _MOSTLY))
     first = next((each for each in large if each.zeroed < _MOSTLY or (each.name and each.names[2] == "forward")), None)
     if first is None:
         return
@@ -784,9 +790,6 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
         return
     if first in _begins_at(_lines_of_fp8(case), case):
         # Other faults name the cast.
-        return
-    if first.names[2] == "backward" and first.names[0] in PRODUCTS:
-        # The operands were right: over the batch their products cancel, as at an optimum.
         return
     off_by = {"off_by": percent_up_to(first.error)}
     mostly: Sentences = _Inaccurate.MOSTLY_ERROR.when(first.of) or _Inaccurate.OF_RANK
