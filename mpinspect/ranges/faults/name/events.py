@@ -32,11 +32,7 @@ def _non_finite(case: Case) -> Iterator[Found]:
     """
     events = case.events
     harmless = [event for event in events if event.phase == "forward" and event.gradients_finite]
-    forward = [
-        event
-        for event in events
-        if event not in harmless and (event.phase == "forward" or event.forward_finite is False)
-    ]
+    forward = [event for event in events if event not in harmless and _is_of_forward(event, case)]
     backward = _of_backward(case)
     yield from (_left_broken(event, case.session, harmless) for event in events if event.phase == END)
     found = []
@@ -56,7 +52,19 @@ def _non_finite(case: Case) -> Iterator[Found]:
 
 def _of_backward(case: Case) -> list[Event]:
     """Return the events of backwards after a finite forward."""
-    return [event for event in case.events if event.phase == "backward" and event.forward_finite is not False]
+    return [event for event in case.events if event.phase == "backward" and not _is_of_forward(event, case)]
+
+
+def _is_of_forward(event: Event, case: Case) -> bool:
+    """Return whether an event's forward was not finite at any loss scale.
+
+    A gradient that is a part of the loss, such as a penalty's, may be multiplied by the loss scale: its overflow is of the
+    backward if a scaler skipped the step, and the run has more steps that were finite.
+    """
+    if event.phase == "forward" or event.forward_finite is not False:
+        return event.phase == "forward"
+    steps = {each.step for each in case.events}
+    return not event.skipped or 2 * len(steps) > case.progress.steps
 
 
 def _earliest(events: Sequence[Event]) -> Event:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.faults.name.case import Case, LayerInFP32, quoted
@@ -246,8 +247,29 @@ def _spoils_gradients(born: BornInfinite, case: Case) -> bool:
 
 def _is_of_precision(born: BornInfinite, case: Case) -> bool:
     """Return whether a step's infinities are of the precision, and not of a loss scale that was too high for its backward."""
+    if born.names[2] == "backward" and _follow_scale(case):
+        # A scaler's search lowers it.
+        return False
     events = [event for event in case.events if event.step == born.step]
     return _is_of_loss(born, case) or any(event.broken_phase == "backward" for event in events)
+
+
+def _follow_scale(case: Case) -> bool:
+    """Return whether the exact results that overflow in several backwards vary as the loss scale, so that they contain it."""
+    scales = {event.step: event.loss_scale for event in case.events}
+    overflowed = (each for each in case.recorded(BornInfinite) if each.names[2] == "backward" and each.largest)
+    pairs = [
+        (math.log2(each.largest), math.log2(scale)) for each in overflowed if (scale := scales.get(each.step or 0))
+    ]
+    if len({scale for _, scale in pairs}) <= 1:
+        return False
+    spread, unscaled = _spread(largest for largest, _ in pairs), _spread(largest - scale for largest, scale in pairs)
+    return unscaled < spread / 2
+
+
+def _spread(numbers: Iterable[float]) -> float:
+    numbers = list(numbers)
+    return max(numbers) - min(numbers)
 
 
 def _is_of_loss(born: BornInfinite, case: Case) -> bool:
