@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from mpinspect.counting.pieces import detached_values
 from mpinspect.ranges.capture.culprit import word
 from mpinspect.ranges.capture.host_rows import HostCopy
-from mpinspect.ranges.capture.largest import extremes, from_stacked, read_largest, stacked
+from mpinspect.ranges.capture.largest import extremes, from_stacked, read_largest, stacked, version_of
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.kinds import WEIGHT
@@ -54,14 +54,14 @@ class WeightChanges:
     def remember(self) -> None:
         """Record the version and a sample of each weight at the beginning of the run. Does not wait for a GPU."""
         weights = [watched.parameter for watched in self._parameters if can_be_hooked(watched.parameter)]
-        self._first = [(weight, weight._version, _sample(weight)) for weight in weights]
+        self._first = [(weight, version_of(weight), _sample(weight)) for weight in weights]
         self._witness = None
         self.updated()
 
     def moved(self) -> bool | None:
         """Return whether any weight has changed since ``remember``, or None if unknown; drop the samples. Waits for a GPU."""
         first, self._first = self._first, []
-        if any(weight._version != version for weight, version, _ in first):
+        if any(version_of(weight) != version for weight, version, _ in first):
             return True
         # ``weight.data -= ...`` changes the values but not the version.
         samples = [(_sample(weight), was) for weight, _, was in first]
@@ -101,7 +101,7 @@ def can_be_hooked(parameter: torch.Tensor) -> bool:
 def _state(parameter: torch.Tensor) -> _State:
     """Return a parameter's version counter and, on a CPU, a sample of its values, to detect updates without an optimizer."""
     values = _sample(parameter) if parameter.is_cpu else None
-    return parameter._version, None if values is None else values.tolist()
+    return version_of(parameter), None if values is None else values.tolist()
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor | None:

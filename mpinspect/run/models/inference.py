@@ -27,7 +27,7 @@ _OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hook
 
 
 class OutermostCalls(Guarded):
-    """Reports the modules with parameters that the script calls itself, before their forward runs.
+    """Reports the modules with parameters or buffers that the script calls itself, before their forward runs.
 
     Args:
         called: called with each such module.
@@ -93,6 +93,6 @@ class OutermostCalls(Guarded):
 
 
 def _has_values(module: torch.nn.Module) -> bool:
-    """Return whether a module has parameters, and all of them values: lazy ones and those on the meta device have none."""
-    parameters = list(module.parameters())
-    return bool(parameters) and not any(is_lazy(each) or each.is_meta for each in parameters)
+    """Return whether a module has parameters or buffers, and all of them values: lazy ones and those on meta have none."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return bool(tensors) and not any(is_lazy(each) or each.is_meta for each in tensors)

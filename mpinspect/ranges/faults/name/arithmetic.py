@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -266,6 +267,32 @@ def _metric_stands_still(case: Case) -> Iterator[Found]:
             return
 
 
+class _Read(Sentences):
+    OFF = (
+        "In step {step} the script reads {value:.6g} ({line}) in {dtype:format}. In FP32, from the same choices, it is "
+        "{exact:.6g}: rounding puts it off by {off:percent}."
+    )
+    RANKS = "Scores that are compared with it, as in a beam search, are off as well: near ones tie."
+    ADD_IN_FP32 = "Keep what is added up over many steps in FP32: cast the sum, and leave its terms in 16 bits."
+    SUM = "# what is added up, at its start\nscores = scores.float()"
+
+
+def _read_number_off(case: Case) -> Iterator[Found]:
+    """A number that a script without a training reads, such as the score of a search, and that rounding puts off by 10% or more.
+
+    False alarms: Both numbers are measured. A difference of nearly equal numbers is off by more than it matters.
+    """
+    if not case.session.info.inference:
+        return
+    for read in case.recorded(ReadNumber):
+        if read.value is None or not read.exact:
+            continue
+        off = abs(read.value - read.exact) / abs(read.exact)
+        if math.isfinite(off) and off >= MATTERS:
+            yield found_at(read, (_Read.OFF, _Read.RANKS), _Read.ADD_IN_FP32, _Read.SUM, {"off": off})
+            return
+
+
 FAULTS = (
     Fault("statistics-broken", "warning", _statistics_broken, (_Running,)),
     Fault(
@@ -279,4 +306,5 @@ FAULTS = (
     ),
     Fault("router-ties", "warning", _router_ties, (_Tied,), checked=TWICE),
     Fault("metric-stands-still", "warning", _metric_stands_still, (_Metric,), checked=TWICE),
+    Fault("read-number-off", "warning", _read_number_off, (_Read,), checked=TWICE),
 )
