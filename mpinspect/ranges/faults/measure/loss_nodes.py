@@ -17,6 +17,7 @@ from mpinspect.ranges.capture.graph import dtype_of, graph
 from mpinspect.ranges.faults.measure.examination import examined, has_infinite_derivative
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 from mpinspect.ranges.faults.measure.singularities import (
+    KNOWS_PACKED,
     Singular,
     applies_mask,
     has_finder,
@@ -48,7 +49,7 @@ class LossNodes(Measuring):
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in watched steps on a device, until enough were examined."""
         on_cpu = not self._parameters or self._parameters[0].parameter.is_cpu
-        self.at_work = watched and not on_cpu and self._examined < _MOST_EXAMINED
+        self.at_work = watched and not on_cpu and KNOWS_PACKED and self._examined < _MOST_EXAMINED
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
         """Keep the nodes nearest to losses on a device."""

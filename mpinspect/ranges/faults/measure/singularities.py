@@ -174,6 +174,10 @@ def _saved_broken(node: Any) -> bool:
     return any(not bool(each.isfinite().all()) for each in kept if is_plain(each))
 
 
+#: Whether this torch tells that hooks have packed a saved tensor; an older one would unpack it.
+KNOWS_PACKED = hasattr(getattr(torch._C._autograd, "SavedTensor", None), "unpack_hook")
+
+
 def is_packed(node: Any) -> bool:
     """Return whether hooks packed a node's saved tensors: activation checkpointing repeats a whole forward to unpack one tensor.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights, quoted
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.operators import found_at
-from mpinspect.ranges.records import AutocastElsewhere, ParametersCast, StaleCasts, StatesCast
+from mpinspect.ranges.records import AutocastElsewhere, ParametersCast, StaleCasts, StatesCast, WeightGrowth
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled
 
@@ -81,6 +81,8 @@ class Loaded(Sentences):
 def _states_cast(case: Case) -> Iterator[Found]:
     """States of an optimizer in FP32 that ``load_state_dict`` cast to the 16 bits of their parameters.
 
+    It is an error if the weights have exploded since.
+
     False alarms: States of a training in FP32 that is continued in 16 bits on purpose are reported.
     """
     found = next(case.recorded(StatesCast), None)
@@ -102,6 +104,8 @@ def _states_cast(case: Case) -> Iterator[Found]:
             "literal": f"({literal},)" if len(states) == 1 else f"({literal})",
         },
         evidence={"before": before, "after": after, "line": line},
+        # Squares of gradients that FP16 has made zero divide the next updates.
+        is_grave=any(case.recorded(WeightGrowth)),
     )
 
 
@@ -170,7 +174,15 @@ _OF_16_BITS = (
 )
 FAULTS = (
     Fault("model-converted", "warning", _model_converted, (_Converted,), _OF_16_BITS, "warning", is_of_every_step=True),
-    Fault("states-cast-by-loading", "warning", _states_cast, (Loaded,), _OF_16_BITS, "warning", is_of_every_step=True),
+    Fault(
+        "states-cast-by-loading",
+        "warning",
+        _states_cast,
+        (Loaded,),
+        (*_OF_16_BITS, "weights-exploded", "buffer-stops-changing"),
+        "warning",
+        is_of_every_step=True,
+    ),
 )
 OF_AUTOCAST = (
     Fault("autocast-around-updates", "error", _stale_casts, (_Stale, FP32Weights)),
