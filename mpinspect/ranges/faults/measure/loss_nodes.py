@@ -25,10 +25,10 @@ from mpinspect.ranges.faults.measure.singularities import (
     is_packed,
     singular,
 )
-from mpinspect.ranges.session import Event
+from mpinspect.ranges.session import END, Event
 
-#: Maximum number of nodes, of elements of a kept tensor, and of bytes kept of a step.
-_MOST_NODES, _MOST_ELEMENTS, _MOST_BYTES = 24, 1 << 16, 4 << 20
+#: Maximum number of nodes of a backward and of a step, of elements of a kept tensor, and of bytes kept of a step.
+_MOST_NODES, _MOST_OF_STEP, _MOST_ELEMENTS, _MOST_BYTES = 24, 240, 1 << 16, 4 << 20
 #: Maximum number of steps whose nodes are kept: the values of a step are known one step later, or two.
 _MOST_STEPS = 3
 #: Maximum number of examined steps.
@@ -52,15 +52,18 @@ class LossNodes(Measuring):
         self.at_work = watched and not on_cpu and KNOWS_PACKED and self._examined < _MOST_EXAMINED
 
     def backward_called(self, losses: list[torch.Tensor]) -> None:
-        """Keep the nodes nearest to losses on a device."""
-        if not any(loss.is_cpu for loss in losses):
-            self._kept.setdefault(self._clock.step, []).extend(kept_nodes([loss.grad_fn for loss in losses]))
+        """Keep the nodes nearest to losses on a device, of a step's first micro-batches."""
+        kept = self._kept.setdefault(self._clock.step, [])
+        left = _MOST_BYTES - sum(node.nbytes for node in kept)
+        if left > 0 and len(kept) < _MOST_OF_STEP and not any(loss.is_cpu for loss in losses):
+            kept += kept_nodes([loss.grad_fn for loss in losses], left)
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Examine the nodes of steps with a new event, and drop those of steps that are known to be finite."""
         events, self._events = self._events, len(self._recording.events)
         for event in self._recording.events[events : self._events]:
-            self._examine(event)
+            if event.phase != END and not event.aside and not event.given:
+                self._examine(event)
         for old in [each for each in self._kept if each <= step - _MOST_STEPS]:
             del self._kept[old]
 
@@ -109,6 +112,12 @@ class KeptNode:
         self._input_metadata = [SimpleNamespace(dtype=dtype_of(node), shape=())]
         self.next_functions: tuple[tuple[KeptNode | None, int], ...] = ()
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its tensors."""
+        tensors = (value for value, _ in self._saved.values() if isinstance(value, torch.Tensor))
+        return sum(each.nbytes for each in tensors if not each.is_meta)
+
     def name(self) -> str:
         return str(self._name)
 
@@ -125,16 +134,15 @@ class KeptNode:
         return value
 
 
-def kept_nodes(starts: Iterable[Any]) -> list[KeptNode]:
+def kept_nodes(starts: Iterable[Any], most_bytes: int = _MOST_BYTES) -> list[KeptNode]:
     """Return the nodes nearest to losses, before their backward; none if no node among them may be singular. Never waits."""
     nodes = graph(starts, _MOST_NODES)
     if not any(map(has_finder, nodes)):
         return []
-    left, kept = _MOST_BYTES, dict[Any, KeptNode]()
+    kept = dict[Any, KeptNode]()
     for node in nodes:
-        saved = _saved(node, left)
-        left -= sum(each.nbytes for each, _ in saved.values() if isinstance(each, torch.Tensor) and not each.is_meta)
-        kept[node] = KeptNode(node, saved)
+        kept[node] = KeptNode(node, _saved(node, most_bytes))
+        most_bytes -= kept[node].nbytes
     for node in nodes:
         edges = ((each and (kept.get(each) or KeptNode(each, {})), place) for each, place in node.next_functions)
         kept[node].next_functions = tuple(edges)
