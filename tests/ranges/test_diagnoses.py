@@ -607,6 +607,19 @@ def logarithm(broken):
     return train(mlp(), loss_of=loss_of)
 
 
+def root_under_a_scaler(broken):
+    """Of the pairs in every other step from 5 on, one is of a row with itself: no loss scale makes its gradient finite."""
+
+    def loss_of(model, x, y, step):
+        other = x.roll(1, 0)
+        if step > 4 and step % 2:
+            other[3] = x[3]
+        distances = (model(x) - model(other)).square().sum(1) + (0 if broken else 1e-12)
+        return distances.sqrt().mean()
+
+    return train(mlp(), 1e-2, scaler=2.0**8, loss_of=loss_of)
+
+
 def exploding(broken):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -1190,6 +1203,7 @@ CASES: tuple[tuple[str, str, int | None, Loop], ...] = (
     ("mask-hides-whole-row", "blocks.0", 3, mask_given_to_blocks),
     ("zero-row-normalized", "", 4, zero_row),
     ("argument-out-of-range", "", 6, logarithm),
+    ("argument-out-of-range", "", 5, root_under_a_scaler),
     ("weights-exploded", "", None, exploding),
     ("statistics-broken", "1", None, statistics),
     ("statistics-broken", "1", None, stuck_statistics),

@@ -33,6 +33,7 @@ from mpinspect.ranges.records import (
     RoundedArgument,
     RoundedBound,
     SaturatedCast,
+    StatesCast,
     StuckNumber,
     Ties,
     WeightGrowth,
@@ -268,6 +269,26 @@ def test_a_backward_that_overflows_at_any_loss_scale_is_named_by_its_operator():
     assert "In the backward of 'head' (train.py:7), the gradient of mul overflows FP16" in cause.message
     # At this step's scale the overflow may be the scale's.
     assert "overflow-in-operator" not in findings(overflow, precision=FP16, events=(replace(high, step=7),))
+
+
+def test_states_that_a_load_cast_explain_weights_that_explode():
+    cast = StatesCast(names=("Adam", "train.py:3", "exp_avg_sq"), text="float32 float16")
+    growth = WeightGrowth(name="head.weight", step=64, ratio=17.0, began=1.0, elements=10.0, loss_ratio=0.0, lr=0.002)
+    found = findings(cast, growth)
+    assert [found[id].severity for id in ("states-cast-by-loading", "weights-exploded")] == ["error", "info"]
+    assert findings(cast)["states-cast-by-loading"].severity == "warning"
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_an_overflow_of_a_gradient_in_the_loss_is_the_scalers_search_only_if_it_follows_the_scale(follows):
+    steps = [(step, 2.0 ** (22 - step)) for step in range(1, 4)]
+    overflows = [
+        born("_to_copy", scale if follows else 1e6 * (1 + step), phase="backward", step=step) for step, scale in steps
+    ]
+    events = tuple(replace(of_backward(step, scale), forward_finite=False) for step, scale in steps)
+    found = findings(*overflows, precision=FP16, events=events)
+    assert ("overflow-in-operator" in found) is not follows
+    assert found["non-finite-event"].severity == "info"
 
 
 def test_a_backward_that_breaks_at_every_loss_scale_asks_for_no_other_scale():

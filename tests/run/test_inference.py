@@ -120,6 +120,42 @@ def test_a_fault_of_the_products_hooks_does_not_reach_the_script(tmp_path, monke
     assert "broken hook" in " ".join(run.parts.matmuls.notes)
 
 
+class Shifted(nn.Module):
+    """Has a buffer and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift
+
+
+def test_a_model_with_buffers_alone_is_inspected(tmp_path):
+    with watched(tmp_path) as run:
+        _infer(Shifted(), torch.ones(2, 3), torch.full((2, 3), torch.inf))
+    assert [event.step for event in _session(run).events] == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_score_that_is_added_up_in_16_bits_is_named_where_it_is_read(dtype, tmp_path):
+    model = nn.Linear(4, 1).eval()
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.constant_(model.bias, 1.0)
+    scores = []
+    with watched(tmp_path) as run, torch.no_grad():
+        for _ in range(2):
+            step = model(torch.ones(1, 4))
+            score = torch.zeros((), dtype=dtype)
+            for _ in range(600):
+                score = score + step[0, 0].to(dtype)
+            scores.append(score.item())
+    assert scores == [{torch.bfloat16: 1024.0, torch.float32: 1800.0}[dtype]] * 2
+    found = [each for each in analyse(_session(run)).findings if each.id == "read-number-off"]
+    assert [each.severity for each in found] == ["warning"] * (dtype is torch.bfloat16)
+    assert all("reads 1024 (test_inference.py:" in each.message and "it is 1800" in each.message for each in found)
+
+
 class Wave(nn.Module):
     """A sine of large positions, which BF16 rounds away."""
 
