@@ -273,7 +273,7 @@ def test_a_backward_that_overflows_at_any_loss_scale_is_named_by_its_operator():
 
 def test_states_that_a_load_cast_explain_weights_that_explode():
     cast = StatesCast(names=("Adam", "train.py:3", "exp_avg_sq"), text="float32 float16")
-    growth = WeightGrowth(name="head.weight", step=64, ratio=17.0, began=1.0, elements=10.0, loss_ratio=1e3, lr=0.002)
+    growth = WeightGrowth(name="head.weight", step=2, ratio=17.0, began=1.0, elements=10.0, loss_ratio=1e3, lr=0.002)
     found = findings(cast, growth)
     assert [found[id].severity for id in ("states-cast-by-loading", "weights-exploded")] == ["error", "info"]
     assert findings(cast)["states-cast-by-loading"].severity == "warning"
