@@ -446,6 +446,10 @@ def _scale_too_low(case: Case) -> Iterator[Found]:
 # -- scales that fall for another reason --------------------------------------------------------------------------------
 
 
+#: By this factor a scale may fall from the first half of a run to the second, and count as steady.
+_STEADY = 8
+
+
 class _Shared(Sentences):
     FELL = (
         "The loss scale fell by {powers_of_two:.0f} powers of two, and {own} of this model's steps overflowed: another loss or "
@@ -460,15 +464,18 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
     """A loss scale that falls more often than this model's steps overflow, since another loss that uses the scaler overflows.
 
     False alarms: A script that lowers its scaler's scale by hand looks the same. It is reported as info if the lowest
-    scale still serves this model and was reached in the first half of the run, as after a search from a high start.
+    scale still serves this model, and is at most three powers of two below the lowest of the first half of the run, as after a
+    search from a high start, also if the scaler probes again.
     """
-    fell, rose, lowest = 0.0, 0.0, math.inf
+    fell, rose, lowest, early = 0.0, 0.0, math.inf, math.inf
     moves: list[int] = []
     for before, after in pairwise(case.progress.scales):
         if before.scale and after.scale and after.scale < before.scale < math.inf:
             fell += log2_of(before.scale) - log2_of(after.scale)
             moves += before.step, after.step
             lowest = min(lowest, after.scale)
+            if 2 * after.step < case.progress.steps:
+                early = lowest
         elif before.scale and after.scale and before.scale < after.scale < math.inf:
             rose += log2_of(after.scale) - log2_of(before.scale)
     own = max(case.progress.skipped_steps, len(skips_of(case)))
@@ -477,7 +484,7 @@ def _scaler_shared(case: Case) -> Iterator[Found]:
         return
     least = case.advised.advice.lowest
     still_serves = bool(least and lowest >= least)
-    is_harmless = still_serves and 2 * moves[-1] < case.progress.steps
+    is_harmless = still_serves and _STEADY * lowest >= early
     yield Found(
         (_Shared.FELL, _Shared.NOTHING_LOST.when(still_serves)),
         {"powers_of_two": fell, "own_overflows": own},
