@@ -246,13 +246,7 @@ class Examination(Measuring):
         norms = self._weight_norms(fewest_dims=1).read()
         self._zero = {name for name, norm in norms.items() if not norm}
         if broken := _broken(norms):
-            # They have not changed since the last step of an optimizer.
-            events = [each for each in self._recording.events if each.phase == "forward" and each.step > self._stepped]
-            step = min((each.step for each in events), default=step)
-            self._record_names(BrokenWeights(step=step, names=broken, of=len(norms)))
-            self._tell_states(step, broken[0])
-            # Non-finite weights explain every later infinity or NaN, so the examination ends.
-            self._examined = _MOST_EXAMINED
+            self._tell_broken_weights(broken, len(norms))
             return
         if elsewhere := self._broken_elsewhere(starts):
             self._record(elsewhere)
@@ -277,6 +271,15 @@ class Examination(Measuring):
             alike = sorted(node._sequence_nr() for node in nodes if node.name() == found.node)
             call = (alike.index(found.order), len(alike)) if found.order in alike else None
             self._found.append((found, frozenset(before), call))
+
+    def _tell_broken_weights(self, broken: tuple[str, ...], of: int) -> None:
+        # They have not changed since the last step of an optimizer.
+        events = [each for each in self._recording.events if each.phase == "forward" and each.step > self._stepped]
+        step = min((each.step for each in events), default=self._clock.step)
+        self._record_names(BrokenWeights(step=step, names=broken, of=of))
+        self._tell_states(step, broken[0])
+        # Non-finite weights explain every later infinity or NaN, so the examination ends.
+        self._examined = _MOST_EXAMINED
 
     def _tell_states(self, step: int, weight: str) -> None:
         """Record, of a weight that is not finite, the optimizers' states: how many of their elements are not."""
