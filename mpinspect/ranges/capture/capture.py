@@ -6,6 +6,7 @@ It stores rows of counts and reduced values, but no tensor of the model.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -114,7 +115,8 @@ class Capture(Dispatcher):
         self._counting = Counting(
             self._kinds, self._parameters, self._tally, self._precision, is_inference=before_forward is not None
         )
-        self._updates = Updates(self._tally, self.optimizers, self._wants_updates)
+        me = weakref.WeakMethod(self._wants_updates)
+        self._updates = Updates(self._tally, self.optimizers, lambda: (wants := me()) is not None and wants())
         self._observers = (self._counting, self._updates)
         if watch:
             self._watch = self._made_watch(step_clock, recording, may_pause=is_metered)

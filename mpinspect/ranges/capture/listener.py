@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Maximum number of nodes of a loss's graph in a search for a module's output: some 1 ms.
 _MOST_NODES = 2048
+#: Maximum number of nodes searched for parameters: the nearest ones are those of the last layer.
+_MOST_NODES_TO_LEAVES = 256
 #: How many of a loss's last operations identify its kind.
 _OPERATORS = 8
 
@@ -40,6 +42,9 @@ class Listener(Guarded):
         made: the sequence numbers of the graph nodes that made this step's outputs, as they become known.
         recording: receives the notes, and which backwards served another model's optimizer.
     """
+
+    #: The listeners of all models.
+    _all: ClassVar[weakref.WeakSet[Listener]] = weakref.WeakSet()
 
     def __init__(self, dispatcher: Dispatcher, made: Collection[int], recording: Recording) -> None:
         super().__init__(recording.note)
@@ -55,6 +60,7 @@ class Listener(Guarded):
 
     def listen(self) -> None:
         """Receive the calls of all optimizers, scalers and backwards of the process from now on."""
+        self._all.add(self)
         optimizer_steps.listen(self)
         scaler_watch.listen(self)
         BACKWARD.listen(self.backward_called)
@@ -66,6 +72,7 @@ class Listener(Guarded):
 
     def unlisten(self) -> None:
         """Receive no more calls."""
+        self._all.discard(self)
         AUTOCAST_CACHE_CLEARED.unlisten(self.autocast_cache_cleared)
         AUTOCAST_MADE.unlisten(self.autocast_made)
         GRADIENTS.unlisten(self.gradients_returned)
@@ -176,13 +183,22 @@ class Listener(Guarded):
         """Return whether the losses' graph leads to an output of this step's modules; True if that can't be known."""
         starts = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
         if not self._made or not starts:
-            return True
+            return not self._is_of_another_model(starts)
         walked = 0
         for node in walk(starts, _MOST_NODES):
             if node._sequence_nr() in self._made:
                 return True
             walked += 1
         return walked >= _MOST_NODES
+
+    def _is_of_another_model(self, starts: Iterable[Any]) -> bool:
+        """Return whether a graph leads to parameters of another inspected model, and to none of this one."""
+        others = [each for each in self._all if each is not self]
+        if not others:
+            return False
+        variables = (getattr(node, "variable", None) for node in walk(starts, _MOST_NODES_TO_LEAVES))
+        leaves = [each for each in variables if each is not None]
+        return not self._optimizers.watched(leaves) and any(each._optimizers.watched(leaves) for each in others)
 
     # -- the optimizers -------------------------------------------------------------------------------------------
 
