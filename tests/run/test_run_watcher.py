@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import math
 import pickle
 import threading
 import warnings
@@ -80,11 +81,13 @@ def test_inference_attaches_no_inspector(tmp_path, mode):
     ]
 
 
+class Generator(nn.Sequential): ...
+
+
+class Discriminator(nn.Sequential): ...
+
+
 def test_a_gan_has_an_inspector_for_each_network(tmp_path):
-    class Generator(nn.Sequential): ...
-
-    class Discriminator(nn.Sequential): ...
-
     with watched(tmp_path) as run:
         generator, discriminator = Generator(*net(3, 6)), Discriminator(*net(2, 6))
         optimizers = [torch.optim.Adam(network.parameters()) for network in (generator, discriminator)]
@@ -96,6 +99,23 @@ def test_a_gan_has_an_inspector_for_each_network(tmp_path):
     # The generator's last backward passes through the discriminator after its last step, and is not counted as a step.
     assert [run.steps(0), run.steps(1)] == [4, 4]
     assert len(run.gradients(0)) == len(run.gradients(1)) == 4
+
+
+def test_a_discriminators_loss_is_not_the_generators(tmp_path):
+    with watched(tmp_path) as run:
+        generator, discriminator = Generator(*net(3, 6)), Discriminator(*net(2, 6))
+        optimizers = [torch.optim.SGD(network.parameters(), lr=0.01) for network in (generator, discriminator)]
+        for step in range(3):
+            with torch.no_grad():
+                fake = generator(torch.randn(5, 3))
+            loss = discriminator(fake).mean() * (math.nan if step == 1 else 1)
+            take_step(
+                optimizers[1], loss, before_step=lambda: [p.grad.nan_to_num_() for p in discriminator.parameters()]
+            )
+            take_step(optimizers[0], -discriminator(generator(torch.randn(5, 3))).mean())
+    events = {model.name: [event.step for event in model.session.events] for model in run.parts.models}
+    assert events["Generator"] == []
+    assert events["Discriminator"]
 
 
 def test_two_optimizers_of_one_model_share_an_inspector(tmp_path):
