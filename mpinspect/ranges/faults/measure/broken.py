@@ -158,7 +158,9 @@ class Broken:
         elif self.born:
             return
         elif bool(of_precision.any()):
-            self._add(pending, value, of_precision, 0.0, describe)
+            # What FP32 has too may be left out of its result alone, by the mask of a ReLU for instance.
+            if not self._alike or all(map(is_finite, numbers_of(pending.given[0]))):
+                self._add(pending, value, of_precision, 0.0, describe)
         elif not self.is_exchanged and bool((broken & (value != -torch.inf)).any()):
             # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take. An operator that overwrote its
             # input can't show it.
