@@ -770,6 +770,21 @@ def test_moments_in_16_bits_of_fp32_weights_are_the_optimizers_choice(weights, f
     assert fix in finding.fix
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_moments_that_never_halve_are_those_that_rounding_stops(dtype):
+    """The settings agree with products of every number between two powers of two, until none changes."""
+    kind = getattr(torch, dtype)
+    numbers = torch.tensor(1.0, dtype=kind).view(torch.int16) + torch.arange(1 << (7 if dtype == "bfloat16" else 10))
+    numbers = numbers.to(torch.int16).view(kind).float()[1:]
+    for kept in (0.9, 0.99, 0.995, 0.9960, 0.9962, 0.997, 0.998, 0.999, 0.9994, 0.9995, 0.9996, 0.9998, 0.9999):
+        now, last = numbers, numbers + 1
+        while bool((now != last).any()) and bool((now > 1).all()):
+            now, last = (now * kept).to(kind).float(), now
+        optimizer = OptimizerRecord("Adam16", {"beta2": kept}, {"float32": 10}, {"exp_avg_sq": dtype})
+        found = findings(precision=Precision({"float32": 10}, optimizers=(optimizer,)))
+        assert ("moments-cannot-decay" in found) is bool((now > 1).all()), kept
+
+
 @pytest.mark.parametrize(("phase", "is_told"), [("forward", True), ("backward", False)])
 def test_an_epsilon_of_ones_own_optimizer_is_inferred_from_the_broken_update(phase, is_told):
     event = Event(1, 0, phase, "0", "activation", "0", "nan", 1.0, (), False, False)

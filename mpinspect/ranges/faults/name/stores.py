@@ -62,6 +62,15 @@ def never_decays(dtype: str, kept: float) -> bool:
     return bits is not None and 0 < 1 - kept < 2.0 ** -(bits + 1)
 
 
+def never_halves(dtype: str, kept: float) -> bool:
+    """Return whether no number of a 16-bit dtype ever reaches the next power of two below it in such products.
+
+    The steps of numbers just above a power of two are 2^(1 - bits) of them, the largest relative ones.
+    """
+    bits = SIGNIFICAND_BITS.get(dtype)
+    return bits is not None and 0 < (1 - kept) * (1 + 2.0 ** (1 - bits)) < 2.0**-bits
+
+
 # -- weights ------------------------------------------------------------------------------------------------------------
 
 
@@ -266,6 +275,11 @@ class _Moments(Sentences):
         "the old value (a decay below 2^-{bits} = {least_decay:.2g} does nothing): it never decreases, so the steps stay as "
         "small as after the largest gradients."
     )
+    NEVER_HALVES = (
+        "{optimizer} keeps {state} in {dtype:format} and multiplies it by {kept:g} a step. Just above a power of two "
+        "{dtype:format} rounds that back to the old value (a decay below 2^-{steps} = {most_lost:.2g} does nothing there): it "
+        "never decreases by half, so the steps stay nearly as small as after the largest gradients."
+    )
     MAY_ONLY_GROW = (
         "{optimizer} keeps {state} in {dtype:format}. If it is a moving average with a decay factor above 1 - 2^-{bits} "
         "({most_kept:.3g}), as Adam's second moment with a beta2 of 0.999, rounding lets it only grow; its decay "
@@ -372,13 +386,13 @@ def _moment(optimizer: OptimizerRecord, state: str, dtype: str, case: Case) -> I
     if kept is None:
         words = {"bits": bits, "most_kept": 1 - 2.0**-bits}
         yield Found(_Moments.MAY_ONLY_GROW, evidence, words, severity="info", is_inferred=True)
-    elif never_decays(dtype, kept):
+    elif never_halves(dtype, kept):
         is_its_own = set(optimizer.steps) == {"float32"}
         converted, since = _converted(case)
         yield Found(
-            (_Moments.ONLY_GROW, converted),
+            (_Moments.ONLY_GROW.when(never_decays(dtype, kept)) or _Moments.NEVER_HALVES, converted),
             {**evidence, "kept": kept, "least_decay": 2.0**-bits},
-            {"bits": bits, **since},
+            {"bits": bits, "steps": bits - 1, "most_lost": 2.0 ** (1 - bits), **since},
             _Moments.FP32_STATES.when(is_its_own) or _Moments.FP32_WEIGHTS,
             _Moments.STATE.when(is_its_own) or FP32Weights.of(dtype),
         )
