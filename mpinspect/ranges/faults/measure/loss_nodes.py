@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from mpinspect.ranges.capture.culprit import LOSS
-from mpinspect.ranges.capture.graph import dtype_of, graph
+from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of
 from mpinspect.ranges.faults.measure.examination import examined, has_infinite_derivative
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 from mpinspect.ranges.faults.measure.singularities import (
     KNOWS_PACKED,
+    MATRIX_PRODUCTS,
     Singular,
     applies_mask,
     has_finder,
@@ -139,9 +140,12 @@ def kept_nodes(starts: Iterable[Any], most_bytes: int = _MOST_BYTES) -> list[Kep
     nodes = graph(starts, _MOST_NODES)
     if not any(map(has_finder, nodes)):
         return []
+    # A mask is to blame only if the scores were finite.
+    makes_scores = MATRIX_PRODUCTS if any(map(applies_mask, nodes)) else ()
     kept = dict[Any, KeptNode]()
     for node in nodes:
-        kept[node] = KeptNode(node, _saved(node, most_bytes))
+        is_needed = has_finder(node) or operator_of(node) in makes_scores
+        kept[node] = KeptNode(node, _saved(node, most_bytes) if is_needed else {})
         most_bytes -= kept[node].nbytes
     for node in nodes:
         edges = ((each and (kept.get(each) or KeptNode(each, {})), place) for each, place in node.next_functions)
@@ -151,12 +155,18 @@ def kept_nodes(starts: Iterable[Any], most_bytes: int = _MOST_BYTES) -> list[Kep
 
 def _saved(node: Any, most_bytes: int) -> dict[str, tuple[Any, int]]:
     """Return what a node saved, by attribute, with its version; nothing if hooks packed it or an operand was changed in place."""
-    if not has_finder(node) or is_packed(node):
+    if is_packed(node):
         return {}
     try:
-        return {name: _small(getattr(node, name), most_bytes) for name in _attributes(type(node))}
+        saved = {name: getattr(node, name) for name in _attributes(type(node))}
+        return {name: _small(value, most_bytes) for name, value in saved.items() if not _is_of_subclass(value)}
     except RuntimeError:
         return {}
+
+
+def _is_of_subclass(value: Any) -> bool:
+    """Return whether a value is a tensor with operators of its own, such as a DTensor."""
+    return isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def _small(value: Any, most_bytes: int) -> tuple[Any, int]:

@@ -90,7 +90,7 @@ def has_finder(node: Any) -> bool:
 
     Matrix products are left out: what breaks in them breaks the loss too, and comparing them takes long.
     """
-    if operator_of(node) in _MATRIX_PRODUCTS:
+    if operator_of(node) in MATRIX_PRODUCTS:
         return False
     return _FINDERS[node.name()] is not None or _INFINITE[node.name()] is not None
 
@@ -386,7 +386,7 @@ def _power(node: Any, name: str) -> _Found:
 
 def _product(node: Any, name: str) -> _Found:
     """Find a non-finite constant factor of a product."""
-    is_matrix = operator_of(node) in _MATRIX_PRODUCTS
+    is_matrix = operator_of(node) in MATRIX_PRODUCTS
     operator = "a matrix product" if is_matrix else "a product"
     places = enumerate(_factors(node), start=int(operator_of(node) == "Addmm"))
     found = (_of_constant(node, place, kept, operator, "with") for place, kept in places)
@@ -397,7 +397,7 @@ def _of_constant(node: Any, place: int, kept: Any, operator: str, preposition: s
     if not is_plain(kept) or not _takes_no_gradient(node, place):
         return None
     # Autocast casts a batch before a matrix product: an infinity in FP16 may be that of the cast.
-    may_be_cast = kept.dtype is torch.float16 and operator_of(node) in _MATRIX_PRODUCTS
+    may_be_cast = kept.dtype is torch.float16 and operator_of(node) in MATRIX_PRODUCTS
     where = kept.isnan() if may_be_cast else ~kept.isfinite()
     return _argument(operator, f"{preposition} {CONSTANT} that is infinite or NaN", where)
 
@@ -406,7 +406,7 @@ def _factors(node: Any) -> tuple[Any, Any]:
     """Return the saved operands of a product or quotient; None for one whose gradient nobody wants."""
     name = operator_of(node)
     first, second = ("_saved_mat1" if name == "Addmm" else "_saved_self"), "_saved_other"
-    return getattr(node, first), getattr(node, "_saved_mat2" if name in _MATRIX_PRODUCTS else second)
+    return getattr(node, first), getattr(node, "_saved_mat2" if name in MATRIX_PRODUCTS else second)
 
 
 def _exact(node: Any, most: int) -> torch.Tensor | None:
@@ -570,7 +570,7 @@ _NEARBY = 12
 _PRODUCTS = ("Mul", "Sqrt", "Pow", "Square", "Abs", "Neg")
 #: Nodes that return some of their argument's values, or bound them.
 _SOME_VALUES = ("Index", "Gather", "Select", "Slice", "Clamp")
-_MATRIX_PRODUCTS = ("Mm", "Bmm", "Addmm")
+MATRIX_PRODUCTS = ("Mm", "Bmm", "Addmm")
 #: The attributes of a node with its operands and its result.
 _SAVED = ("_saved_self", "_saved_other", "_saved_mat1", "_saved_mat2", "_saved_result")
 #: How many operands the operations have whose results are computed again.
@@ -586,7 +586,7 @@ _BEYOND = {
     "Pow": "",
     "Sum": "a sum",
     **dict.fromkeys(_INDEXED, "an indexed sum"),
-    **dict.fromkeys(_MATRIX_PRODUCTS, "a matrix product"),
+    **dict.fromkeys(MATRIX_PRODUCTS, "a matrix product"),
 }
 #: Sums and differences, which save no operand.
 _SUMS = {"Add": "a sum", **dict.fromkeys(("Sub", "Rsub"), "a difference")}
@@ -595,7 +595,7 @@ _RULES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "Mul": torch.mul,
     "Div": torch.div,
     # Autocast, in whose region the loop may call backward(), leaves FP64 as it is.
-    **dict.fromkeys(_MATRIX_PRODUCTS, lambda one, other: one.double() @ other.double()),
+    **dict.fromkeys(MATRIX_PRODUCTS, lambda one, other: one.double() @ other.double()),
 }
 #: Nodes that return their argument as it is, but for its dtype.
 _UNCHANGED = ("ToCopy", "Clone")
@@ -654,7 +654,7 @@ _FINDERS = _Finders(
     ("SmoothL1Loss", _loss),
     ("HuberLoss", _loss),
     ("Abs", _difference),
-    *((name, _product) for name in ("Mul", *_MATRIX_PRODUCTS)),
+    *((name, _product) for name in ("Mul", *MATRIX_PRODUCTS)),
     ("CtcLoss", _ctc),
     *((name, _too_few) for name in _OF_ELEMENTS),
 )
