@@ -30,7 +30,7 @@ def _entropy(x: torch.Tensor) -> torch.Tensor:
 
 
 def _masked_after_nans(x: torch.Tensor) -> torch.Tensor:
-    scores = (x * torch.full((4, 6), torch.nan)) @ torch.ones(6, 6)
+    scores = (x * torch.full((4, 6), torch.nan)) @ torch.ones(6, 6, requires_grad=True)
     return scores.masked_fill(torch.eye(4, 6).bool(), -torch.inf).softmax(-1).square().sum()
 
 
