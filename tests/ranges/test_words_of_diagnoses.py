@@ -106,6 +106,27 @@ def test_no_norm_is_to_blame_for_gradients_that_a_wider_format_would_not_make_fi
     assert graver & {"non-finite-event", "breaks-in-fp32-too", "gradients-clipped-to-zero"}
 
 
+FIRST = "its output was the first that was not finite; its input was finite"
+
+
+@pytest.mark.parametrize(
+    ("module_type", "dtype", "explanation", "is_by_weights"),
+    [
+        ("Linear", "bfloat16", FIRST, True),
+        ("Embedding", "float32", f"{FIRST}; the step before was not watched", True),
+        ("LayerNorm", "float32", FIRST, False),
+        ("Linear", "float16", FIRST, False),
+        ("Linear", "float32", f"{FIRST} except -inf, as in a mask", False),
+        ("Linear", "float32", "its output was the first that was not finite", False),
+    ],
+)
+def test_a_nan_of_products_with_a_finite_input_is_the_weights(module_type, dtype, explanation, is_by_weights):
+    broken = event(3, "forward", module_type=module_type, dtype=dtype, explanation=explanation)
+    session = session_of({weight("w"): FINE}, events=(broken,), progress=Progress(STEPS, STEPS, 0, STEPS, True))
+    (finding,) = [each for each in analyse(session).findings if each.id == "non-finite-event"]
+    assert ("Look at the weights of 'fc'" in finding.fix) is is_by_weights
+
+
 def test_the_suggested_code_computes_the_norm_in_float32():
     code = found("gradients-clipped-to-zero", clipped(1e10)).code
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).half()

@@ -11,6 +11,8 @@ from mpinspect.ranges.session import LOSSES, Event, Session, is_below, module_na
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import bracketed, filled, format_name
 
+#: First values of modules whose output is made of products with their weights, or of their weights alone.
+_OF_WEIGHTS = frozenset(("nan", kind) for kind in ("Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding"))
 #: Fewer steps are not called periodic.
 _FEWEST_STEPS = 3
 
@@ -23,6 +25,10 @@ class Inspect(Sentences):
     LOSS_IN_FP16 = (
         "Look at the loss function{made_by}, and at the targets of step {step}; where a sum or product in it exceeds 65504, "
         "compute it in FP32, from outputs that are cast to FP32 before the loss."
+    )
+    WEIGHTS = (
+        "Look at the weights of {module}, and at what wrote them before step {step}, such as an optimizer's step or the initialisation: from finite "
+        "weights, numbers in {dtype:format} become NaN only if they exceed 3e38 before."
     )
     MODULE = "Look at the inputs, the weights and the arithmetic of {module} at step {step}."
     MODULE_IN_FP16 = (
@@ -45,6 +51,9 @@ def where_to_inspect(first: Event, session: Session) -> tuple[Inspect, dict[str,
         return Inspect.DATA, words
     if first.what in LOSSES:
         return Inspect.LOSS_IN_FP16.when(in_half) or Inspect.LOSS, words
+    has_finite_input = "its input was finite" in first.explanation.split("; ")
+    if (first.value, first.module_type) in _OF_WEIGHTS and has_finite_input and first.dtype and not in_half:
+        return Inspect.WEIGHTS, {**words, "dtype": first.dtype}
     return Inspect.MODULE_IN_FP16.when(in_half) or Inspect.MODULE, words
 
 
