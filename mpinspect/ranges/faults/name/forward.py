@@ -27,8 +27,8 @@ class Inspect(Sentences):
         "compute it in FP32, from outputs that are cast to FP32 before the loss."
     )
     WEIGHTS = (
-        "Look at the weights of {module}, and at what wrote them before step {step}, such as an optimizer's step or the initialisation: from finite "
-        "weights, numbers in {dtype:format} become NaN only if they exceed 3e38 before."
+        "Look at the weights of {module}, and at what wrote them before step {step}, such as an optimizer's step or the "
+        "initialisation: from finite weights, numbers in {dtype:format} become NaN only if they exceed 3e38 before."
     )
     MODULE = "Look at the inputs, the weights and the arithmetic of {module} at step {step}."
     MODULE_IN_FP16 = (
