@@ -27,6 +27,8 @@ from mpinspect.ranges.faults import registry
 
 HERE = Path(__file__).parent
 HEALTHY = [f"healthy/{path.name}" for path in sorted((HERE / "healthy").glob("*.py"))]
+#: The arguments of Python that run a script under ``mpinspect run``, before the folder of the run and the script.
+LAUNCHER: tuple[str, ...] = ("-m", "mpinspect", "run", "--log-dir")
 #: Seconds that a script may take.
 LONGEST_S = 300
 
@@ -94,7 +96,7 @@ def run(script: str, runs: str | None = None) -> Told:
     """Run a script under ``mpinspect run`` and read its report; the run is kept in a folder of ``runs``, if one is given."""
     with tempfile.TemporaryDirectory() as folder:
         log_dir = Path(runs or folder) / Path(script).stem
-        command = [sys.executable, "-m", "mpinspect", "run", "--log-dir", str(log_dir), str(HERE / script)]
+        command = [sys.executable, *LAUNCHER, str(log_dir), str(HERE / script)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
         report = log_dir / "report.json"
         if not report.exists():
