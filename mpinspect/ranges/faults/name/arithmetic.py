@@ -306,5 +306,12 @@ FAULTS = (
     ),
     Fault("router-ties", "warning", _router_ties, (_Tied,), checked=TWICE),
     Fault("metric-stands-still", "warning", _metric_stands_still, (_Metric,), checked=TWICE),
-    Fault("read-number-off", "warning", _read_number_off, (_Read,), checked=TWICE),
+    Fault(
+        "read-number-off",
+        "warning",
+        _read_number_off,
+        (_Read,),
+        checked=TWICE,
+        heading="Number that the script reads is off",
+    ),
 )
