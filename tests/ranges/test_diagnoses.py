@@ -620,6 +620,28 @@ def root_under_a_scaler(broken):
     return train(mlp(), 1e-2, scaler=2.0**8, loss_of=loss_of)
 
 
+def clamped_or_repaired_under_a_scaler(repaired):
+    """A search for a scale from 2^30, with roots of zero in each step whose gradient a hook repairs, or a logit that clamps."""
+
+    def loss_of(model, x, y, step):
+        scores = model(x).float()
+        zeros = scores * torch.tensor([1.0, 1, 1, 0])
+        if not repaired:
+            return zeros.clamp(0, 1).logit(1e-4).square().mean()
+        distances = zeros.square()
+        distances.register_hook(torch.nan_to_num)
+        return distances.sqrt().mean()
+
+    return train(mlp(), 1e-3, scaler=2.0**30, steps=40, autocast=torch.float16, loss_of=loss_of)
+
+
+@pytest.mark.parametrize("repaired", [True, False])
+def test_zeros_whose_gradient_is_finite_are_not_blamed_for_the_search_of_a_scale(repaired):
+    report = clamped_or_repaired_under_a_scaler(repaired)
+    assert any(event.skipped for event in report.events)
+    assert not named(report, "argument-out-of-range")
+
+
 def exploding(broken):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 1))

@@ -99,6 +99,18 @@ def test_a_value_that_was_changed_in_place_since_is_not_read() -> None:
     assert _found(list(kept)) == []
 
 
+def test_a_value_whose_memory_was_freed_since_is_not_read() -> None:
+    divisor = torch.zeros(6, requires_grad=True)
+    loss = (_scores(4, 6) / (divisor + 0)).sum()
+    kept = kept_nodes([loss.grad_fn])
+    assert _found(list(kept))
+    for node in kept:
+        for value, _ in node._saved.values():
+            if isinstance(value, torch.Tensor):
+                value.untyped_storage().resize_(0)
+    assert _found(list(kept)) == []
+
+
 def test_values_that_hooks_have_packed_stay_packed() -> None:
     unpacked = []
 

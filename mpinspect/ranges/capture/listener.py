@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 #: Maximum number of nodes of a loss's graph in a search for a module's output: some 1 ms.
 _MOST_NODES = 2048
-#: Maximum number of nodes searched for parameters: the nearest ones are those of the last layer.
-_MOST_NODES_TO_LEAVES = 256
 #: How many of a loss's last operations identify its kind.
 _OPERATORS = 8
 
@@ -196,9 +194,10 @@ class Listener(Guarded):
         others = [each for each in self._all if each is not self]
         if not others:
             return False
-        variables = (getattr(node, "variable", None) for node in walk(starts, _MOST_NODES_TO_LEAVES))
-        leaves = [each for each in variables if each is not None]
-        return not self._optimizers.watched(leaves) and any(each._optimizers.watched(leaves) for each in others)
+        nodes = list(walk(starts, _MOST_NODES))
+        leaves = [each for node in nodes if (each := getattr(node, "variable", None)) is not None]
+        is_known = len(nodes) < _MOST_NODES and not self._optimizers.watched(leaves)
+        return is_known and any(each._optimizers.watched(leaves) for each in others)
 
     # -- the optimizers -------------------------------------------------------------------------------------------
 

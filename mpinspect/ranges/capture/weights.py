@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from mpinspect.counting.pieces import detached_values
 from mpinspect.ranges.capture.culprit import word
 from mpinspect.ranges.capture.host_rows import HostCopy
-from mpinspect.ranges.capture.largest import extremes, from_stacked, read_largest, stacked, version_of
+from mpinspect.ranges.capture.largest import extremes, from_stacked, has_memory, read_largest, stacked, version_of
 from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.kinds import WEIGHT
@@ -108,12 +108,11 @@ def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of a parameter's first four values on its device; None if its values can't be accessed."""
     try:
         local = detached_values(local_part(parameter))
+        is_readable = not local.is_meta and local.layout is torch.strided and (not local.numel() or has_memory(local))
+        return local.reshape(-1)[:4].clone() if is_readable else None
     except Exception:
         # A Tensor subclass.
         return None
-    if local.is_meta or local.layout is not torch.strided:
-        return None
-    return local.reshape(-1)[:4].clone()
 
 
 class BrokenWeights:

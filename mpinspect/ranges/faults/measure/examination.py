@@ -117,6 +117,8 @@ class Examination(Measuring):
         self._infinite: Singular | None = None
         #: The nodes' names and arguments of the candidates of steps whose backward was finite.
         self._harmless: set[tuple[str, str]] = set()
+        #: The first candidates of steps that a scaler skipped, with their steps.
+        self._suspects: list[tuple[int, Singular]] = []
         #: The singular operations of this step's non-finite losses, each with the modules whose outputs were made before it,
         #: and its number among the operator's calls and that of all of them.
         self._found: list[tuple[Singular, frozenset[str], tuple[int, int] | None]] = []
@@ -312,10 +314,11 @@ class Examination(Measuring):
         candidate, infinite, self._candidate, self._infinite = self._candidate, self._infinite, None, None
         broken = [event for event in new if event.gradients_finite is False]
         if candidate is not None and not broken:
-            self._harmless.add((candidate.node, candidate.what))
+            self._harmless.add(key_of(candidate))
         # The loss scale may cause an overflow in the backward, which a scaler skips.
-        may_be_by_scale = all(event.phase == "backward" and event.skipped for event in broken)
-        if may_be_by_scale and not (broken and self._breaks_at_any_scale(candidate)):
+        if all(event.phase == "backward" and event.skipped for event in broken):
+            if broken and candidate is not None and has_infinite_derivative(candidate):
+                self._suspects = [*self._suspects, (step, candidate)][:_MOST_EXAMINED]
             candidate = None
         if not broken:
             infinite = None
@@ -341,15 +344,15 @@ class Examination(Measuring):
             self._send(self._weight_norms(_MOST_COMPARED), partial(self._compare_rows, step))
 
     def run_ends(self) -> None:
-        """Judge all values, and end this model's part in other models' examinations."""
+        """Judge all values, and record suspects of skipped steps; end this model's part in other models' examinations."""
         super().run_ends()
+        for step, found in self._suspects:
+            if key_of(found) not in self._harmless:
+                self._record(examined(found, step, self._parameters, loss_finite=True))
+        self._suspects.clear()
         self._all.discard(self)
 
     # -- inside -----------------------------------------------------------------------------------------------------
-
-    def _breaks_at_any_scale(self, found: Singular | None) -> bool:
-        """Return whether an operation's derivative is infinite, and no backward through another such operation was finite."""
-        return found is not None and has_infinite_derivative(found) and (found.node, found.what) not in self._harmless
 
     def _earliest(self, nodes: Sequence[object]) -> Singular | None:
         """Return the singular operation that ran first; a difference counts only if it was taken from a module's output."""
@@ -536,6 +539,11 @@ class Examination(Measuring):
                     return named
         # The optimizer steps masters in place of the weights.
         return next((rates[0] for rates in self._rates.values() if rates), {})
+
+
+def key_of(found: Singular) -> tuple[str, str]:
+    """Return a key that an operation shares with those of other steps."""
+    return found.node, found.what
 
 
 def has_infinite_derivative(found: Singular) -> bool:

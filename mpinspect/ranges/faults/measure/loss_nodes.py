@@ -14,7 +14,8 @@ import torch
 
 from mpinspect.ranges.capture.culprit import LOSS
 from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of
-from mpinspect.ranges.faults.measure.examination import examined, has_infinite_derivative
+from mpinspect.ranges.capture.largest import has_memory
+from mpinspect.ranges.faults.measure.examination import examined, has_infinite_derivative, key_of
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run
 from mpinspect.ranges.faults.measure.singularities import (
     KNOWS_PACKED,
@@ -46,6 +47,8 @@ class LossNodes(Measuring):
         super().__init__(run)
         self._kept: dict[int, list[KeptNode]] = {}
         self._events = self._examined = 0
+        #: The first operations of steps that a scaler skipped, with their steps.
+        self._suspects: list[tuple[int, Singular]] = []
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in watched steps on a device, until enough were examined."""
@@ -69,8 +72,18 @@ class LossNodes(Measuring):
             del self._kept[old]
 
     def run_ends(self) -> None:
-        """Examine the nodes of the last steps."""
+        """Examine the nodes of the last steps, and record suspects of skipped steps; waits for the device.
+
+        No suspect is an operation through which the backward of one of the last steps was finite: a hook may repair its gradient.
+        """
         self.end_step(self._clock.step, False)
+        with torch.no_grad():
+            last = [_earliest(filter(None, map(singular, nodes))) for nodes in self._kept.values() if self._suspects]
+        harmless = {key_of(found) for found in last if found is not None}
+        for step, found in self._suspects:
+            if key_of(found) not in harmless:
+                self._record(examined(found, step, self._parameters, loss_finite=True))
+        self._suspects.clear()
         self._kept.clear()
 
     @torch.no_grad()
@@ -81,8 +94,10 @@ class LossNodes(Measuring):
             return
         is_backward = event.phase == "backward"
         found = _earliest(filter(None, map(singular, nodes)))
-        if is_backward and event.skipped and not (found and has_infinite_derivative(found)):
+        if is_backward and event.skipped:
             # The loss scale may have caused it.
+            if found is not None and has_infinite_derivative(found) and len(self._suspects) < _MOST_EXAMINED:
+                self._suspects.append((event.step, found))
             return
         if (
             event.phase == "forward"
@@ -130,8 +145,9 @@ class KeptNode:
             value, version = self._saved[name]
         except KeyError:
             raise AttributeError(name) from None
-        if isinstance(value, torch.Tensor) and value._version != version:
-            raise RuntimeError(f"{name} was changed in place")
+        has_values = isinstance(value, torch.Tensor) and not value.is_meta and value.numel()
+        if has_values and (value._version != version or not has_memory(value)):
+            raise RuntimeError(f"{name} was changed in place, or freed")
         return value
 
 

@@ -251,6 +251,9 @@ def _at_edge(operator: str, saved: str, *edges: tuple[str, Callable[[torch.Tenso
 
 
 def _log(node: Any, name: str) -> _Found:
+    if getattr(node, "_saved_eps", None) is not None:
+        # torch.logit clamps its argument.
+        return None
     given = node._saved_self
     edge = -float(name.startswith("Log1p"))
     below = given < edge

@@ -272,7 +272,7 @@ class _Read(Sentences):
         "In step {step} the script reads {value:.6g} ({line}) in {dtype:format}. In FP32, from the same choices, it is "
         "{exact:.6g}: rounding puts it off by {off:percent}."
     )
-    RANKS = "Scores that are compared with it, as in a beam search, are off as well: near ones tie."
+    RANKS = "Numbers that are compared with it, such as the scores of a beam search, are off as well: near ones tie."
     ADD_IN_FP32 = "Keep what is added up over many steps in FP32: cast the sum, and leave its terms in 16 bits."
     SUM = "# what is added up, at its start\nscores = scores.float()"
 
@@ -280,7 +280,9 @@ class _Read(Sentences):
 def _read_number_off(case: Case) -> Iterator[Found]:
     """A number that a script without a training reads, such as the score of a search, and that rounding puts off by 10% or more.
 
-    False alarms: Both numbers are measured. A difference of nearly equal numbers is off by more than it matters.
+    Only numbers beyond 256 in BF16, or 2,048 in FP16, count: there neighbours lie 2 apart or more.
+
+    False alarms: Both numbers are measured.
     """
     if not case.session.info.inference:
         return
@@ -288,7 +290,7 @@ def _read_number_off(case: Case) -> Iterator[Found]:
         if read.value is None or not read.exact:
             continue
         off = abs(read.value - read.exact) / abs(read.exact)
-        if math.isfinite(off) and off >= MATTERS:
+        if math.isfinite(off) and off >= MATTERS and abs(read.value) >= 2.0 ** SIGNIFICAND_BITS[read.text]:
             yield found_at(read, (_Read.OFF, _Read.RANKS), _Read.ADD_IN_FP32, _Read.SUM, {"off": off})
             return
 

@@ -787,6 +787,11 @@ def _most_grew(grown: Sequence[WeightGrowth], case: Case) -> bool:
     return 2 * len(trained & {each.name for each in grown}) > len(trained)
 
 
+def moved_far(grown: WeightGrowth) -> bool:
+    """Return whether a weight moved by ten learning rates or more in each of its steps."""
+    return _moved(grown) >= _LARGEST_UPDATE
+
+
 def _moved(grown: WeightGrowth) -> float:
     """Return the least root mean square of a weight's change in each of its steps, in learning rates; 0 if it is not known."""
     rate = max(grown.lr or 0.0, grown.initial_lr or 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights, quoted
+from mpinspect.ranges.faults.name.culprit_inputs import moved_far
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.operators import found_at
 from mpinspect.ranges.records import AutocastElsewhere, ParametersCast, StaleCasts, StatesCast, WeightGrowth
@@ -81,7 +82,7 @@ class Loaded(Sentences):
 def _states_cast(case: Case) -> Iterator[Found]:
     """States of an optimizer in FP32 that ``load_state_dict`` cast to the 16 bits of their parameters.
 
-    It is an error if the weights have exploded since.
+    It is an error if weights have moved by ten learning rates a step since.
 
     False alarms: States of a training in FP32 that is continued in 16 bits on purpose are reported.
     """
@@ -105,7 +106,7 @@ def _states_cast(case: Case) -> Iterator[Found]:
         },
         evidence={"before": before, "after": after, "line": line},
         # Squares of gradients that FP16 has made zero divide the next updates.
-        is_grave=any(case.recorded(WeightGrowth)),
+        is_grave=any(each.step >= (found.step or 0) and moved_far(each) for each in case.recorded(WeightGrowth)),
     )
 
 

@@ -27,8 +27,9 @@ class Inspect(Sentences):
         "compute it in FP32, from outputs that are cast to FP32 before the loss."
     )
     WEIGHTS = (
-        "Look at the weights of {module}, and at what wrote them before step {step}, such as an optimizer's step or the "
-        "initialisation: from finite weights, numbers in {dtype:format} become NaN only if they exceed 3e38 before."
+        "Look at the weights of {module}, and at what wrote or computes them before the forward of step {step}: an optimizer's "
+        "step, the initialisation, a hook. From finite weights, numbers in {dtype:format} become NaN only if they exceed 3e38 "
+        "before."
     )
     MODULE = "Look at the inputs, the weights and the arithmetic of {module} at step {step}."
     MODULE_IN_FP16 = (
@@ -52,7 +53,15 @@ def where_to_inspect(first: Event, session: Session) -> tuple[Inspect, dict[str,
     if first.what in LOSSES:
         return Inspect.LOSS_IN_FP16.when(in_half) or Inspect.LOSS, words
     has_finite_input = "its input was finite" in first.explanation.split("; ")
-    if (first.value, first.module_type) in _OF_WEIGHTS and has_finite_input and first.dtype and not in_half:
+    # On a CPU the weights are read.
+    on_device = session.info.devices not in ("", "cpu")
+    if (
+        (first.value, first.module_type) in _OF_WEIGHTS
+        and has_finite_input
+        and first.dtype
+        and not in_half
+        and on_device
+    ):
         return Inspect.WEIGHTS, {**words, "dtype": first.dtype}
     return Inspect.MODULE_IN_FP16.when(in_half) or Inspect.MODULE, words
 
