@@ -94,7 +94,26 @@ def load() -> StandIn:
         _AUTOCAST.impl(name, partial(_cast, name, None), _AUTOCAST_KEY.name)
     for name in ("layer_norm", "cross_entropy_loss"):
         _AUTOCAST.impl(name, partial(_cast, name, torch.float32), _AUTOCAST_KEY.name)
+    _OPERATORS.impl("convolution_overrideable", _convolution, "PrivateUse1")
+    _OPERATORS.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
     return stand_in
+
+
+_OPERATORS = torch.library.Library("aten", "IMPL")
+
+
+def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> torch.Tensor:
+    """Convolve on the CPU: torch has no fallback for a device's own convolutions."""
+    given = [None if each is None else each.cpu() for each in (x, weight, bias)]
+    return torch.ops.aten.convolution(*given, *options).to(NAME)  # type: ignore[no-any-return]
+
+
+def _convolution_backward(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> Any:
+    *options, transposed, output_padding, groups, mask = options
+    channels = weight.shape[1] * groups if transposed else weight.shape[0]
+    given = [each.cpu() for each in (gradient, x, weight)]
+    made = torch.ops.aten.convolution_backward(*given, [channels], *options, transposed, output_padding, groups, mask)
+    return tuple(None if each is None else each.to(NAME) for each in made)
 
 
 _AUTOCAST = torch.library.Library("aten", "IMPL")
