@@ -105,11 +105,13 @@ def _state(parameter: torch.Tensor) -> _State:
 
 
 def _sample(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of a parameter's first four values on its device; None if its values can't be accessed."""
+    """Return a copy of a parameter's first values, at most four, on its device; None if they can't be accessed. Never waits."""
     try:
         local = detached_values(local_part(parameter))
         is_readable = not local.is_meta and local.layout is torch.strided and (not local.numel() or has_memory(local))
-        return local.reshape(-1)[:4].clone() if is_readable else None
+        # The whole of a weight in channels_last would be copied to flatten it.
+        first = local[:4] if local.dim() else local
+        return first.reshape(-1)[:4].clone() if is_readable else None
     except Exception:
         # A Tensor subclass.
         return None

@@ -6,7 +6,7 @@ arguments outlive the backward by a step or two, and are read only if the step t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ from mpinspect.ranges.faults.measure.singularities import (
     MATRIX_PRODUCTS,
     Singular,
     applies_mask,
+    attributes,
     has_finder,
     infinite_operand,
     is_packed,
@@ -174,7 +175,7 @@ def _saved(node: Any, most_bytes: int) -> dict[str, tuple[Any, int]]:
     if is_packed(node):
         return {}
     try:
-        saved = {name: getattr(node, name) for name in _attributes(type(node))}
+        saved = {name: getattr(node, name) for name in attributes(node, "_saved_")}
         return {name: _small(value, most_bytes) for name, value in saved.items() if not _is_of_subclass(value)}
     except RuntimeError:
         return {}
@@ -196,16 +197,6 @@ def _small(value: Any, most_bytes: int) -> tuple[Any, int]:
         # A view would keep a larger tensor alive.
         value = value.clone()
     return value, value._version
-
-
-#: By type of node, the attributes with what it saved.
-_ATTRIBUTES: dict[type, tuple[str, ...]] = {}
-
-
-def _attributes(kind: type) -> Sequence[str]:
-    if kind not in _ATTRIBUTES:
-        _ATTRIBUTES[kind] = tuple(name for name in dir(kind) if name.startswith("_saved_"))
-    return _ATTRIBUTES[kind]
 
 
 def _earliest(found: Iterable[Singular]) -> Singular | None:

@@ -29,7 +29,7 @@ _FEWEST, _FEWEST_LOST = 4, 4
 #: The least share of scattered numbers that rounding changes.
 _MOSTLY = 0.5
 #: Maximum number of elements compared per tensor and in all, and of tensors on a GPU that are read.
-_MOST_ELEMENTS, _MOST_IN_ALL, _MOST_ON_GPU = 1 << 18, 1 << 22, 64
+_MOST_ELEMENTS, _MOST_IN_ALL, _MOST_ON_DEVICE = 1 << 18, 1 << 22, 64
 #: Number of a float tensor's elements that must be whole before all elements are checked.
 _FEW = 64
 #: Maximum number of operators between the rounding and the use.
@@ -90,7 +90,7 @@ class RoundedNumbers:
         #: The first numbers whose differences matter; their step is not set.
         self.found: Positions | None = None
         self._rounded: Marks[_Rounded] = Marks()
-        self._left, self._left_on_device = _MOST_IN_ALL, _MOST_ON_GPU
+        self._left, self._left_on_device = _MOST_IN_ALL, _MOST_ON_DEVICE
 
     def watchers(self) -> dict[Any, Watcher]:
         """Return the functions to call after each call of an operator of the forward, by operator."""

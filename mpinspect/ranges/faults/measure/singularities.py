@@ -206,14 +206,19 @@ def overflowed_pack(node: Any) -> Singular | None:
 
 def _raw(node: Any) -> list[Any]:
     """Return a node's saved tensors before any hook unpacks them."""
-    kind = type(node)
-    if kind not in _RAW:
-        _RAW[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    return list(leaves(getattr(node, name) for name in _RAW[kind]))
+    return list(leaves(getattr(node, name) for name in attributes(node, "_raw_saved_")))
 
 
-#: By type of node, the attributes with its saved tensors before any hook unpacks them.
-_RAW: dict[type, tuple[str, ...]] = {}
+#: The attributes of types of nodes with a prefix.
+_ATTRIBUTES: dict[tuple[type, str], tuple[str, ...]] = {}
+
+
+def attributes(node: Any, prefix: str) -> tuple[str, ...]:
+    """Return a node's attributes with a prefix: "_saved_", or "_raw_saved_" for tensors before hooks unpack them."""
+    key = type(node), prefix
+    if key not in _ATTRIBUTES:
+        _ATTRIBUTES[key] = tuple(name for name in dir(key[0]) if name.startswith(prefix))
+    return _ATTRIBUTES[key]
 
 
 def saved_dim(node: Any) -> int:
