@@ -648,6 +648,19 @@ def test_scripting_exporting_and_tracing(tmp_path, trained):
     assert (run.names, len(run.gradients())) == (["Net"], 4)
 
 
+def test_a_tracer_wrapped_during_the_run_keeps_hooks_on_after_it(tmp_path, monkeypatch):
+    """torch's compiler wraps torch.jit.trace when it is imported: the watcher's wrapper then survives the run."""
+    monkeypatch.setattr(torch.jit, "trace", torch.jit.trace)
+    with watched(tmp_path):
+        during = torch.jit.trace
+        torch.jit.trace = lambda *args: during(*args)
+    model = net()
+    with mpinspect.Inspector(model) as inspector, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.trace(model, torch.randn(2, 4))
+    assert any("torch.jit.trace" in note for note in inspector.session().notes)
+
+
 def test_modules_in_the_collectors_permanent_generation(tmp_path):
     try:
         with watched(tmp_path) as run:

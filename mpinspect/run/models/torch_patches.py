@@ -48,7 +48,7 @@ class TorchPatches:
         """Wrap torch's functions and begin to call the listener."""
         self._replaced = [
             _replace(gc, "freeze", _remembered_modules),
-            *(_replace(owner, name, _without_our_hooks) for owner, name in _TRACERS if hasattr(owner, name)),
+            *(_replace(owner, name, self._without_our_hooks) for owner, name in _TRACERS if hasattr(owner, name)),
         ]
         COMPILED.listen(self._compiled, after=True)
         INFERENCE_MODE.listen(self._listener.inference_mode_changes)
@@ -98,6 +98,20 @@ class TorchPatches:
         if given is not None and result is not given:
             self._listener.module_compiled(given)
 
+    def _without_our_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap one of ``_TRACERS`` so that our hooks are off the given module while it runs, until ``remove``."""
+
+        @functools.wraps(original)
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            given = _given(args, kwargs, "obj", "func", "mod")
+            model = getattr(given, "__self__", given)
+            # torch's compiler wraps torch.jit.trace when it is first imported. This wrapper then stays in place after the run.
+            aside = bool(self._replaced) and isinstance(model, torch.nn.Module)
+            with _set_aside(model) if aside else contextlib.nullcontext():
+                return original(*args, **kwargs)
+
+        return trace
+
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> Any:
     """Return a call's first argument, passed by position or under one of these names; None if there is none."""
@@ -116,19 +130,6 @@ def _remembered_modules(original: Callable[[], None]) -> Callable[[], None]:
         original()
 
     return freeze
-
-
-def _without_our_hooks(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap one of ``_TRACERS`` so that our hooks are off the given module while it runs."""
-
-    @functools.wraps(original)
-    def trace(*args: Any, **kwargs: Any) -> Any:
-        given = _given(args, kwargs, "obj", "func", "mod")
-        model = getattr(given, "__self__", given)
-        with _set_aside(model) if isinstance(model, torch.nn.Module) else contextlib.nullcontext():
-            return original(*args, **kwargs)
-
-    return trace
 
 
 @contextlib.contextmanager
