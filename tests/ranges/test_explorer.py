@@ -26,6 +26,7 @@ from mpinspect.ranges.report.explorer import ModuleNotes, NoteCell, data, packed
 from mpinspect.ranges.session import Precision, Progress, ScaleChange, ScalerRecord, Session
 from mpinspect.ranges.windows.tensors import TensorKey
 from mpinspect.reporting import html
+from mpinspect.reporting.finding import Finding
 from mpinspect.reporting.forms import document, render
 from mpinspect.reporting.html import fragment
 from mpinspect.reporting.scripts import bundled
@@ -172,6 +173,18 @@ def test_the_page_of_a_failed_run_opens_at_the_scale_before_it_collapsed() -> No
     progress = replace(session.progress, scales=tuple(ScaleChange(*each) for each in falling[:14]))
     assert data(analyse(replace(session, progress=progress, events=(event,))))["own"] == 10
     assert data(analyse(replace(session, progress=progress)))["own"] == -3
+
+
+def test_a_page_opens_in_the_fp8_format_of_a_cast_of_gradients() -> None:
+    session = replace(sessions.word_model(), precision=Precision({"float32": 100}))
+    for phase, format, kind in (
+        ("backward of Narrow", "float8_e5m2", "activation_gradient"),
+        ("forward", "float16", ""),
+    ):
+        evidence = {"dtype": "float8_e5m2", "phase": phase, "line": "train.py:20", "operator": "_to_copy"}
+        cast = Finding("operator-flushes", "error", "", "A cast flushes all values.", evidence, step=1)
+        given = data(replace(analyse(session), findings=(cast,)))
+        assert (given["format"], given["opening"]["kind"] or "") == (format, kind)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from mpinspect.numeric.formats import FLOAT16, FLOAT32, floor_log2
+from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FLOAT32, floor_log2
 from mpinspect.ranges.analyse import judged_in
 from mpinspect.ranges.analysis.evidence import own_scale
 from mpinspect.ranges.analysis.layer_report import LayerReport
@@ -23,6 +23,7 @@ from mpinspect.reporting.words import format_name, steps_named
 
 #: The whole run, in place of one of its blocks.
 WHOLE = -1
+_FP8 = (FLOAT8_E4M3.name, FLOAT8_E5M2.name)
 #: Kinds of tensor, the nearest to a module's output first.
 _NEAREST = (ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, WEIGHT)
 
@@ -105,7 +106,7 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     """
     event = what_broke(report)
     finding = next((each for each in report.findings if each.is_alarm), None)
-    format, is_other = _format(report, event)
+    format, is_other = _format(report, event, finding)
     # A format in which the run does not compute is judged without a loss scale.
     scale = 0 if is_other else _own(report.session)
     found = _culprit(event, finding, layers, report.layers)
@@ -114,13 +115,15 @@ def opening(report: RangeReport, layers: Sequence[LayerReport], blocks: Sequence
     has_curve = depends_on_scale(finding, event) if finding is not None else not found.said
     block, words = WHOLE, found.words
     is_in_ranges = finding is not None and shows_in_ranges(finding)
-    is_elsewhere = bool(found.name) and not (found.kind or has_curve or is_in_ranges)
+    is_elsewhere = bool(found.name) and not (found.kind or has_curve or is_in_ranges or format in _FP8)
     if is_elsewhere:
         words = _NOT_SHOWN
     if never_zeroed(report) is not None:
         words = f"{words} {_OF_EACH_BACKWARD}".lstrip()
-    if not found.kind and is_other and format == FLOAT16.name:
-        words = f"{words} {_what_if(report)}".lstrip()
+    if format in _FP8 and not found.kind and any(layer.kind == ACTIVATION_GRADIENT for layer in layers):
+        found = found._replace(kind=ACTIVATION_GRADIENT)
+    if is_other and (format in _FP8 or (not found.kind and format == FLOAT16.name)):
+        words = f"{words} {_what_if(report, format)}".lstrip()
     if event is not None:
         first = event.step if found.step is None else min(event.step, found.step)
         block = _healthy(first, found.kind, found.marked or found.near, blocks)
@@ -145,25 +148,28 @@ def _last_skipped(event: Event | None, report: RangeReport) -> int | None:
     return max(steps) if report.session.progress.steps - max(steps) > longest else None
 
 
-def _format(report: RangeReport, event: Event | None) -> tuple[str, bool]:
+def _format(report: RangeReport, event: Event | None, finding: Finding | None) -> tuple[str, bool]:
     """Return the format, and whether the run computes in another one.
 
-    That is the format in which the run computes. It is the judged one if that was asked for, and FP16 for an FP32 run that
-    did not break: FP32 itself loses nothing.
+    That is the format in which the run computes. It is the judged one if that was asked for, the one to which a cast of
+    gradients is to blame, and FP16 for an FP32 run that did not break: FP32 itself loses nothing.
     """
     computes = run_format(report.session)
     if computes is None or report.format != judged_in(report.session).name:
         return report.format, computes is not None and computes.name != report.format
+    evidence = {} if finding is None or event is not None else finding.evidence
+    if evidence.get("dtype") in _FP8 and str(evidence.get("phase")).startswith("backward"):
+        return evidence["dtype"], True
     if computes == FLOAT32 and event is None:
         return FLOAT16.name, True
     return computes.name, False
 
 
-def _what_if(report: RangeReport) -> str:
+def _what_if(report: RangeReport, format: str) -> str:
     computes = run_format(report.session)
     assert computes is not None
-    name = format_name(computes.name)
-    return f"The run computes in {name}; the map shows what FP16 would do without a loss scale."
+    own, shown, scale = format_name(computes.name), format_name(format), "scale" if format in _FP8 else "loss scale"
+    return f"The run computes in {own}; the map shows what {shown} would do without a {scale}."
 
 
 def _own(session: Session) -> int:
