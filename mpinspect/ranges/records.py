@@ -1146,6 +1146,7 @@ class ChangedChoices(Record, kind="second-choices"):
         whole: the share of the numbers that have a fraction in FP32 alone, if a floor or a ceiling was taken.
         entries, distinct: the entries of the table that was searched, and how many of them differ.
         equal: the number of entries that are the number which was searched, if several are.
+        best: of a top k, k; ``changed`` are then those that are not among the best 2 k exact scores.
     """
 
     changed: float = 0
@@ -1156,6 +1157,7 @@ class ChangedChoices(Record, kind="second-choices"):
     entries: float | None = None
     distinct: float | None = None
     equal: float | None = None
+    best: float | None = None
 
     @property
     def is_of_crowded_table(self) -> bool:

@@ -386,6 +386,26 @@ def test_of_steps_after_one_infinity_some_are_left_for_the_next():
     assert chosen(StepChoice(()), [2, 12, 15, 16, 17]) == [2, 3, 4, 5, 6, 12, 15, 16]
 
 
+@pytest.mark.parametrize(
+    ("error", "dtype", "expected"),
+    [
+        (0.2, "bfloat16", [3, 6, 12]),
+        # Such an error names its cause at once; ordinary rounding and FP32 need no further step.
+        (0.7, "bfloat16", [3]),
+        (0.05, "bfloat16", [3]),
+        (0.2, "float32", [3]),
+    ],
+)
+def test_a_step_with_unexplained_errors_leads_to_a_later_one(error, dtype, expected):
+    choice, begun = StepChoice([3]), []
+    for step in range(20):
+        if choice.is_due(step, list):
+            choice.begins(step)
+            begun.append(step)
+            choice.ends([GradientsError(text=dtype, error=error)], [])
+    assert begun == expected
+
+
 def decays(of_input):
     """Multiply by 1 less decay factors: of a parameter, or of the input."""
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from mpinspect.numeric.formats import FLOAT32
 from mpinspect.ranges.capture.budget import Budget, Limit
 from mpinspect.ranges.capture.recording import Recording
-from mpinspect.ranges.records import BornInfinite, BrokenAlike, Record
+from mpinspect.ranges.records import BornInfinite, BrokenAlike, GradientsError, Record
 from mpinspect.runtime.meter import Meter
 from mpinspect.runtime.user_line import innermost_line, is_users
 
@@ -41,6 +42,9 @@ AT_ONCE = 5
 WITH_RARER_WORK = 2
 #: Maximum number of steps that are computed twice because they are of a new kind, and of kinds that are distinguished.
 OF_NEW_KIND, _MOST_KINDS = 2, 64
+#: The errors of all gradients in 16 bits, relative to their size, that are too large to ignore and too small to name a cause. The
+#: most further steps that are computed twice for them, each after as many steps again.
+_UNEXPLAINED, FOR_ERRORS = (0.1, 0.5), 3
 #: How many steps of one kind must have passed before, and how many of the new one.
 _STEADY, _SETTLED = 4, 2
 #: The steps in which a scaler searches for its first scale.
@@ -469,12 +473,13 @@ _IN_FP64, MOST_SECONDS_IN_FP64 = 2, 5.0
 
 class StepChoice:
     """Chooses the steps that are computed twice: given ones, some after an infinity or NaN that no loss scale explains, some
-    that do rarer work, such as a validation, if it recurs at a regular interval, and some after a new kind of steps began.
+    that do rarer work, such as a validation, if it recurs at a regular interval, some after a new kind of steps began, and some
+    after a step whose gradients had errors that may grow.
 
     Args:
         steps: numbers of steps after which the next one is chosen.
         after_events: the most steps chosen after an infinity or NaN.
-        by_work: whether steps are chosen for their rarer work and their kind.
+        by_work: whether steps are chosen for their rarer work, their kind and their errors.
     """
 
     def __init__(
@@ -493,6 +498,7 @@ class StepChoice:
         self._worked: tuple[int, ...] = ()
         self._kinds = Kinds()
         self._is_of_new_kind = False
+        self._begun, self._left_for_errors = 0, by_work * FOR_ERRORS
         self._left_in_fp64 = _IN_FP64
         self._seconds_in_fp64 = MOST_SECONDS_IN_FP64
 
@@ -526,7 +532,7 @@ class StepChoice:
     def begins(self, step: int) -> float:
         """Handle the start of a chosen step. Return the seconds for its operators in FP64: 0 but in the first such steps, and
         after an infinity or NaN."""
-        self._is_after_event = not self._is_planned(step)
+        self._begun, self._is_after_event = step, not self._is_planned(step)
         self._left_with_rarer_work -= self._has_rarer_work(step)
         self._left_of_new_kind -= self._is_of_new_kind
         self._is_of_new_kind = False
@@ -540,8 +546,13 @@ class StepChoice:
         """Handle that a chosen step took this long in FP64."""
         self._seconds_in_fp64 = max(0.0, self._seconds_in_fp64 - seconds_in_fp64)
 
-    def ends(self, records: Iterable[Record], broken_phases: Sequence[str]) -> None:
+    def ends(self, records: Sequence[Record], broken_phases: Sequence[str]) -> None:
         """Handle the records of a chosen step: once one has the infinity or NaN, no further step is needed for it."""
+        errors = (each.error for each in records if isinstance(each, GradientsError) and each.text != FLOAT32.name)
+        least, most = _UNEXPLAINED
+        if self._left_for_errors and least <= max(errors, default=0.0) < most:
+            self._left_for_errors -= 1
+            self.choose((2 * self._begun,))
         broken = (record for record in records if isinstance(record, (BornInfinite, BrokenAlike)))
         # The forward before the backward, as in the alphabet.
         if self._is_after_event and any(record.names[2] == max(broken_phases, default="") for record in broken):

@@ -74,7 +74,7 @@ class Broken:
         #: The results of a forward's operators of that kind, and the tensors computed from them.
         self._fates: Marks[_Fate] = Marks()
         self._all_fates: list[_Fate] = []
-        #: The operators whose infinities have changed a result of the graph, or were copied into a tensor that persists.
+        #: The operators whose infinities have changed a result of the graph, or a tensor in place.
         self._harmful: set[BornInfinite] = set()
         self._alike: list[BrokenAlike] = []
         #: Whether gradients of other ranks have been added, so that infinities may be theirs.
@@ -135,8 +135,8 @@ class Broken:
             is_right = relative_error(result, twin) <= _HARMLESS
         if is_right:
             self.is_right(result)
-        elif fate.is_of_graph and operator is not aten.nan_to_num:
-            # A clamp may follow a replacement of infinities.
+        elif (fate.is_of_graph and operator is not aten.nan_to_num) or str(operator).endswith("_"):
+            # A clamp may follow a replacement of infinities. Outside of the graph, gradients and weights are changed in place.
             self._harmful |= fate.records
 
     def judge(

@@ -129,6 +129,24 @@ class Choices:
             figures |= {"entries": table.shape[-1], "distinct": len(_distinct(table))}
         self._made.put(value, describe(ChangedChoices, changed=changed, of=of, **figures))
 
+    def best(
+        self, places: torch.Tensor, exact: torch.Tensor, k: int, dim: int, largest: bool, describe: _Describe
+    ) -> None:
+        """Hold the places of a top k if many of them are not among the best 2 k exact scores. Waits for the device.
+
+        Args:
+            exact: the exact scores.
+            dim, largest: as of ``torch.topk``.
+            describe: as of ``chosen``.
+        """
+        if not 0 < 2 * k < exact.shape[dim]:
+            return
+        edge = exact.topk(2 * k, dim, largest).values.narrow(dim, -1, 1)
+        taken = exact.gather(dim, places)
+        changed = float((taken < edge if largest else taken > edge).count_nonzero())
+        if places.numel() >= _FEWEST and changed >= _LEAST_CHANGED * places.numel():
+            self._made.put(places, describe(ChangedChoices, changed=changed, of=places.numel(), best=k))
+
 
 def tied(
     scores: torch.Tensor, exact: torch.Tensor, k: int, dim: int = -1, largest: bool = True, _: bool = True

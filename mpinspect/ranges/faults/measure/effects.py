@@ -1,4 +1,5 @@
-"""Weighs the errors of operators by the gradient of the loss at their results, in a step that is computed twice."""
+"""Weighs the errors of operators by the gradient of the loss at their results, in a step that is computed twice, and finds the
+weights whose gradients they reach."""
 
 from __future__ import annotations
 
@@ -6,11 +7,14 @@ from typing import Any
 
 import torch
 
+from mpinspect.ranges.capture.graph import walk
 from mpinspect.ranges.faults.measure.operands import numbers_of
 from mpinspect.ranges.records import Record
 
 #: Bytes of errors that are held until the gradient at their operator's result is known.
 _MOST_ERRORS = 64 << 20
+#: The most nodes of a graph that are searched for the weights.
+_MOST_NODES = 1 << 14
 
 
 class Effects:
@@ -24,6 +28,8 @@ class Effects:
         #: The norms of (error times gradient of the loss) by sequence number, and the sequence number by the record's id.
         self._norms: dict[int, float] = {}
         self._nodes: dict[int, int] = {}
+        #: The ids of the tensors with a gradient that an operator's inputs were computed from, by sequence number.
+        self._reached: dict[int, set[int]] = {}
 
     def add(self, record: Record, node: int, off: torch.Tensor) -> None:
         """Hold the error ``off`` of a recorded operator's result, unless those before it have used up the memory."""
@@ -33,10 +39,17 @@ class Effects:
             self._nodes[id(record)] = node
 
     def weigh(self, args: tuple[Any, ...]) -> None:
-        """Multiply the error of an operator, whose backward is running, by the gradient of the loss at its result."""
+        """Multiply the error of an operator, whose backward is running, by the gradient of the loss at its result; and find the
+        tensors that it was computed from."""
         node = torch._C._current_autograd_node() if self._errors else None
         if node is None:
             return
+        for each in (node, *(each for each, _ in node.next_functions if each is not None)):
+            # A difference's own node runs no operator.
+            number = each._sequence_nr()
+            if number in self._errors and number not in self._reached:
+                leaves = (getattr(leaf, "variable", None) for leaf in walk([each], _MOST_NODES))
+                self._reached[number] = {id(leaf) for leaf in leaves if leaf is not None}
         number = node._sequence_nr()
         error = self._errors.get(number)
         if error is None:
@@ -49,6 +62,10 @@ class Effects:
     def of(self, record: Record) -> float | None:
         """Return how much a record's error changes the loss, to first order; None if that is unknown."""
         return self._norms.get(self._nodes.get(id(record), -1))
+
+    def reached(self, record: Record) -> set[int]:
+        """Return the ids of the tensors whose gradients a record's error may change, without those after it; empty if unknown."""
+        return self._reached.get(self._nodes.get(id(record), -1), set())
 
     def clear(self) -> None:
         """Free the errors whose backward has not run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -48,6 +48,15 @@ _ROUNDED = 0.25
 _NEAR = 2.0**-4
 #: The largest harmless loss, as a part of the average: Adam divides by its square root, which halves the error.
 _HARMLESS = 0.25
+
+#: Normalisations that update running statistics, which are arguments 3 and 4.
+NORMALISING = frozenset(
+    getattr(aten, name)
+    for name in ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update", "cudnn_batch_norm")
+)
+#: The least distance of running statistics from those of a batch, in standard deviations or parts of the variance, its least
+#: multiple of what chance explains, and the least share of statistics that stand still there.
+_FAR, _BY_CHANCE, _STANDING = 0.1, 4.0, 0.25
 
 _Describe = Callable[..., Any]
 _Both = tuple[torch.Tensor, torch.Tensor]
@@ -236,6 +245,24 @@ class KeptSums:
         before, key = kept.float(), storage_key(kept)
         if record := self._unchanged(value, before, local() - before, key, describe):
             self._replacing[storage_key(value)] = _Frozen(record, StorageReference(kept), StorageReference(value))
+
+    def normalised(self, args: tuple[Any, ...], results: Sequence[torch.Tensor], describe: _Describe) -> None:
+        """Judge running statistics in 16 bits that a batch has updated: whether many stand still, far from it. Waits."""
+        momentum, epsilon = (each for each in args[5:] if isinstance(each, float))
+        if args[5] is False or args[0].numel() < 2 * args[0].shape[1]:
+            return
+        size = args[0].numel() / args[0].shape[1]
+        mean, deviation = results[1].float(), results[2].float().reciprocal()
+        variance = (deviation.square() - epsilon) * size / (size - 1)
+        for running, of_batch, unit in ((args[3], mean, deviation), (args[4], variance, variance)):
+            away = of_batch - running
+            stuck = (running + momentum * away).to(running.dtype) == running
+            share = float(stuck.float().mean())
+            far = max(_FAR, _BY_CHANCE / math.sqrt(size))
+            if share >= _STANDING and float((away / unit)[stuck].square().mean().sqrt()) >= far:
+                record: FrozenBuffer = describe(FrozenBuffer, unchanged=share)
+                key = storage_key(running)
+                self._freeze(key, replace(record, names=(*record.names, self._names.get(key, ""))))
 
     def _unchanged(
         self, value: torch.Tensor, before: torch.Tensor, change: torch.Tensor, key: int, describe: _Describe

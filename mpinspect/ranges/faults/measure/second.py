@@ -30,7 +30,7 @@ from mpinspect.ranges.faults.measure.edges import Edges, bounds_for_later
 from mpinspect.ranges.faults.measure.effects import Effects
 from mpinspect.ranges.faults.measure.flushed import DividedGradients, Flushes
 from mpinspect.ranges.faults.measure.growth import Growth
-from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, KeptSums, arrives
+from mpinspect.ranges.faults.measure.kept_sums import CHANGING, CHANGING_IN_PLACE, NORMALISING, KeptSums, arrives
 from mpinspect.ranges.faults.measure.operands import (
     ADDITIONS,
     CASTS,
@@ -294,6 +294,12 @@ class SecondComputation(Recomputation):
             describe = partial(self._record, pending, result)
             self._read_back.ran(pending.func.overloadpacket, pending.given[0], results, describe)
         self._kept.ran(pending.func, pending.given[0], results)
+        if pending.func.overloadpacket in NORMALISING and pending.given[0][3] is not None:
+            running = pending.given[0][3]
+            if running.dtype in NARROW and self._kept.is_of_model(running):
+                self._kept.normalised(pending.given[0], results, partial(self._record, pending, results[0]))
+        if pending.func.overloadpacket is aten.topk:
+            self._compare_best(pending, result[1])
         self._read_numbers(pending, result)
         is_of_graph = self._is_inference or pending.node is not None or not is_in_forward()
         self._broken.ran(pending.func.overloadpacket, leaves(pending.given[0]), leaves((result,)), is_of_graph)
@@ -307,8 +313,6 @@ class SecondComputation(Recomputation):
         if operator is aten._to_copy and results:
             self._casts.made(given[0], results[0])
             self._follow_widened(given[0], results[0])
-        if operator is aten.topk:
-            self._compare_ties(pending)
 
     def _decided_rightly(self, mask: torch.Tensor) -> None:
         self._broken.is_right(mask)
@@ -453,14 +457,18 @@ class SecondComputation(Recomputation):
             record = self._record(pending, value, LostSum, error=error, value=given, exact=exact)
             self._add(pending, record, wide - local)
 
-    def _compare_ties(self, pending: Pending) -> None:
-        """Record a top k whose last score ties, in enough rows, with one that is left out, where the exact scores differ."""
+    def _compare_best(self, pending: Pending, places: torch.Tensor) -> None:
+        """Record a top k whose last score ties in enough rows with one that is left out, where the exact scores differ; and hold
+        one with scores that are not near the best exact ones."""
         scores, k, *_ = args = pending.given[0]
-        twin = self.twin(scores)
-        if twin is not None and (share := tied(scores, twin, *args[1:])):
-            dim = args[2] if len(args) > 2 else -1
-            figures = {"fraction": share, "k": k, "scores": scores.shape[dim], "text": passed_through(self._narrow)}
-            self._found[Ties].append(self._record(pending, scores, Ties, **figures))
+        twin, describe = self.twin(scores), partial(self._record, pending, scores, text=passed_through(self._narrow))
+        if twin is None:
+            return
+        dim = args[2] if len(args) > 2 else -1
+        if share := tied(scores, twin, *args[1:]):
+            self._found[Ties].append(describe(Ties, fraction=share, k=k, scores=scores.shape[dim]))
+        elif not self._is_of_fp8(scores):
+            self._choices.best(places, twin, k, dim, (*args, True)[3], describe)
 
     def _compare_integers(self, pending: Pending, value: Any) -> None:
         """Record whole numbers that were rounded before they are made integers."""
@@ -647,12 +655,20 @@ class SecondComputation(Recomputation):
             others = sorted(
                 (each for each in records if self._effects.of(each) is None), key=lambda each: getattr(each, size)
             )
-            found += [_with_gradients(each, worst, whose) for each in (*weighed[-1:], *others[-1:])]
+            for each in (*weighed[-1:], *others[-1:]):
+                reached = self._reached_by(each, errors)
+                found.append(_with_gradients(each, *(_worst_of(reached) if reached else (worst, whose))))
         is_useless = worst is not None and worst >= _USELESS_GRADIENTS
         if self._raised is not None and is_useless and not any(isinstance(each, _LOSING) for each in found):
             found.append(_with_gradients(self._raised, worst, whose))
         self._end()
         return [*found, *of_all]
+
+    def _reached_by(self, record: Record, errors: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        """Return the errors of the weights that an operator's inputs were computed from; none if these are not known."""
+        reached = self._effects.reached(record)
+        names = {name for name, parameter in self._parameters if id(parameter) in reached}
+        return {name: error for name, error in errors.items() if name in names}
 
     def _end(self) -> None:
         super()._end()

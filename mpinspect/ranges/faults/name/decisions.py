@@ -51,6 +51,10 @@ class _Choices(Sentences):
         "In step {step}, in {place}, {choice} of numbers in {dtype:format} has another result than in FP32 in {changed:.0f} of "
         "{of:.0f} elements. The result is used as a mask."
     )
+    NOT_BEST = (
+        "In step {step}, in {place}, {changed:.0f} of {of:.0f} places that a top {best:.0f} takes, by numbers in {dtype:format}, "
+        "are not even among the best {twice:.0f} in FP32."
+    )
     NO_FRACTION = (
         "{whole:percent} of these numbers have a fraction in FP32 and none in {dtype:format}, so that their floor is their "
         "ceiling."
@@ -82,7 +86,8 @@ def _choices_differ(case: Case) -> Iterator[Found]:
     """Integers or a mask that rounding decides: the floor of a position, the nearest code, the entry of a cumulative sum.
 
     False alarms: The changed integers are measured, and reported from one in twenty on if they are used in the same step. A
-    choice between near equals, less than a tenth of the scores' standard deviation apart, is left out. For a table made before
+    choice between near equals, less than a tenth of the scores' standard deviation apart, is left out, and so are places of a
+    top k that are among the best 2 k exact scores. For a table made before
     the step the finding is inferred: the table has nearly all numbers of its format, and most of them several times.
     """
     by_kind: dict[bool, ChangedChoices] = {}
@@ -92,7 +97,11 @@ def _choices_differ(case: Case) -> Iterator[Found]:
         says = (_Choices.EQUAL.when(choices.equal) or _Choices.CROWDED, _Choices.OF_THEM.when(choices.of))
         operator = choices.names[0]
         if not is_crowded:
-            others = _Choices.OTHER_MASK.when(operator in _COMPARISONS) or _Choices.OTHERS
+            others = (
+                _Choices.NOT_BEST.when(choices.best)
+                or _Choices.OTHER_MASK.when(operator in _COMPARISONS)
+                or _Choices.OTHERS
+            )
             says = (others, _Choices.NO_FRACTION.when((choices.whole or 0) >= MATTERS))
         yield found_at(
             choices,
@@ -100,8 +109,8 @@ def _choices_differ(case: Case) -> Iterator[Found]:
             _Choices.TABLE_IN_FP32.when(is_crowded) or _Choices.DECIDE_IN_FP32,
             _Choices.CUMSUM.when(is_crowded and not choices.equal)
             or _Choices.POSITION.when(operator == "_to_copy")
-            or _Choices.SCORES.when(operator in ("argmax", "argmin") and not is_crowded),
-            {"choice": _CHOICES.get(operator, operator)},
+            or _Choices.SCORES.when(operator in ("argmax", "argmin", "topk") and not is_crowded),
+            {"choice": _CHOICES.get(operator, operator), "twice": choices.best and 2 * choices.best},
             is_inferred=not (choices.of or choices.equal),
         )
 

@@ -129,6 +129,8 @@ class Born(Sentences):
 
 _SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "linalg_vector_norm", "norm")
 _PRODUCTS = ("mul", "pow")
+#: The error of all gradients, relative to their size, from which on an overflow has spoilt them.
+_SPOILT = 0.9
 #: Operators that are infinite at zero.
 _AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
@@ -241,8 +243,8 @@ def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iter
 
 
 def _spoils_gradients(born: BornInfinite, case: Case) -> bool:
-    """Return whether the gradients of a step in which an operator overflowed are off by as much as their size."""
-    return any(each.step == born.step and each.error >= 1 for each in case.recorded(GradientsError))
+    """Return whether the gradients of a step in which an operator overflowed are off by nearly their size."""
+    return any(each.step == born.step and each.error >= _SPOILT for each in case.recorded(GradientsError))
 
 
 def _is_of_precision(born: BornInfinite, case: Case) -> bool:
