@@ -378,6 +378,10 @@ class _Argument(Sentences):
         "Add a small constant to the argument, or clamp it, before the operation. A torch.where after it does not help: the "
         "gradient of the discarded value is computed too."
     )
+    WHERE_FIRST = (
+        "Replace the numbers that are out of range by a torch.where before the operation. One after it does not help: the "
+        "gradient of the discarded value is computed too."
+    )
     IN_FP32 = "Do it in FP32: in 16 bits the constant may be rounded away."
     IN_FP64 = (
         "If it cannot be negative in exact arithmetic, as a variance, its sign is rounding error: compute it in float64, or in a "
@@ -446,6 +450,7 @@ class _ArgumentCode(Sentences):
         "scores = scores / temperature\n"
         'scores = scores.masked_fill(\n    mask, float("-inf")\n)'
     )
+    WHERE_FIRST = "is_inside = x > 0\nsafe = torch.where(is_inside, x, 1.0)\ny = torch.where(is_inside, f(safe), 0.0)"
     CONSTANT = "assert torch.isfinite(constant).all()"
     CLASS_WEIGHTS = "# or leave its classes out\nweight[~weight.isfinite()] = 0.0"
     ROUNDED_DIFFERENCE = (
@@ -511,9 +516,15 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         if is_of_unknown_origin(measured) and _is_origin_known(case):
             return
         event = _event_at(case, measured.step)
+        operation = measured.text.replace(ROUNDED_DIFFERENCE, "")
+        # Code that leaves the NaN of a negative number out of the loss expects such numbers, whatever made them.
+        is_left_out = bool(measured.loss_finite) and "negative number" in operation
+        is_rounded = measured.text != operation and not is_left_out
         fix, code = next(
             (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
         )
+        if is_left_out:
+            fix, code = _Argument.WHERE_FIRST, _ArgumentCode.WHERE_FIRST
         rounded = of_operation(case.recorded(RoundedArgument), measured)
         difference = rounded.names[3] if rounded else ""
         if difference and fix is _Argument.AT_AN_EDGE:
@@ -527,7 +538,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         lines, further = _lines(case, measured)
         line = "".join(lines) * (len(lines) == 1)
         words = {
-            "operator": measured.text.replace(ROUNDED_DIFFERENCE, ""),
+            "operator": operation,
             "place": _place(_module(case, measured), event),
             "places": bracketed(" or ".join(lines), _elements(measured), _rows(measured)),
             "cast": cast,
@@ -545,7 +556,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             [
                 _Argument.COMPUTES,
                 _Argument.NEAREST.when(nearest),
-                _Argument.OF_ROUNDED_TERMS.when(ROUNDED_DIFFERENCE in measured.text),
+                _Argument.OF_ROUNDED_TERMS.when(is_rounded),
                 _effect(measured, event),
                 _Argument.ROUNDED.when(rounded),
                 _Argument.FURTHER.when(further),
