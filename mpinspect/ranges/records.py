@@ -464,10 +464,12 @@ class NotOptimized(Record, kind="not-optimized"):
     Args:
         fraction: their share of the model's elements, 0..1.
         idle: the number of tensors in the optimizers that are not in the model and never had a gradient.
+        unfrozen: the number of them that needed no gradient in the first step.
     """
 
     fraction: float
     idle: float = 0.0
+    unfrozen: float = 0
 
 
 class NeverUpdated(Record, kind="never-updated"):

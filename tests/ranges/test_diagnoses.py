@@ -1045,6 +1045,22 @@ def test_a_layer_that_was_replaced_after_the_optimizer_was_made_is_not_optimized
     assert finding.layer.startswith("2")
 
 
+@pytest.mark.parametrize("in_optimizer", [False, True])
+def test_a_backbone_that_is_unfrozen_belongs_in_the_optimizer(in_optimizer):
+    model = mlp(width=64)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters() if in_optimizer else model[2:].parameters(), lr=0.05)
+
+    def step_and_unfreeze(step):
+        optimizer.step()
+        model[0].requires_grad_(step >= 3)
+
+    found = named(train(model, optimizer, 10, update=step_and_unfreeze), "parameters-not-optimized")
+    assert [(each.layer, each.severity, each.evidence["unfrozen"]) for each in found] == (
+        [] if in_optimizer else [("0.weight", "warning", 2)]
+    )
+
+
 def test_gradients_that_a_script_assigns_are_not_reported_as_never_zeroed():
     """The script sums gradients from torch.autograd.grad and assigns .grad, so it need not zero it."""
     model = mlp()

@@ -158,6 +158,8 @@ class HandedOver(Measuring):
         self._scaled_by_loop: list[_ScaledByLoop] = []
         #: The parameters that ever received a gradient, and the parameters that an optimizer steps.
         self._ever: set[str] = set()
+        #: The parameters that needed no gradient in the first step.
+        self._frozen: set[str] | None = None
         self._optimized: set[str] = set()
         self._stepped = False
         #: The modules that were called in measured steps: whether any call built a graph.
@@ -165,6 +167,8 @@ class HandedOver(Measuring):
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps, and in the steps after an event."""
+        if self._frozen is None:
+            self._frozen = {watched.name for watched in self._parameters if not watched.parameter.requires_grad}
         if len(self._recording.events) > self._events:
             self._events, self._armed = len(self._recording.events), _AFTER_EVENT
         is_armed = (sampled or watched) and self._armed > 0 and self._armed_in_all < _MOST_AFTER_EVENTS
@@ -324,7 +328,9 @@ class HandedOver(Measuring):
             elements, idle = sum(watched.parameter.numel() for watched in self._parameters), self._masters.idle()
             share = sum(watched.parameter.numel() for watched in left_out) / max(elements, 1)
             names_left_out = tuple(watched.name for watched in left_out)
-            self._record_names(NotOptimized(step=step, names=names_left_out, fraction=share, idle=idle))
+            unfrozen = len((self._frozen or set()).intersection(names_left_out))
+            left = NotOptimized(step=step, names=names_left_out, fraction=share, idle=idle, unfrozen=unfrozen)
+            self._record_names(left)
 
     def _see_in_place(self) -> None:
         """Record which gradients that earlier steps left have been added to."""

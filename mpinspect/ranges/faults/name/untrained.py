@@ -423,6 +423,14 @@ class _NotOptimized(Sentences):
         "The optimizer holds {idle:count tensor} outside of the model that never got a gradient: it was made before parameters "
         "were replaced."
     )
+    UNFROZEN = (
+        "In the first step {unfrozen:.0f} of them needed no gradient: the optimizer seems to hold those that did."
+    )
+    ADD_GROUP = (
+        "Add parameters to the optimizer when they are unfrozen, or give it all from the start: it leaves out those without a "
+        "gradient."
+    )
+    ADDED = '# where they are unfrozen\noptimizer.add_param_group(\n    {{"params": list(unfrozen)}}\n)'
     MAKE_LAST = "Make the optimizer after the last module was added. Parameters that should not learn are to be frozen."
     MOVE = "# move below the last new module:\n# {at_optimizer}"
 
@@ -431,23 +439,33 @@ def _parameters_not_optimized(case: Case) -> Iterator[Found]:
     """Parameters that get gradients and that no optimizer steps.
 
     False alarms: Parameters that the script steps by hand are reported. If most of the model is left out the finding is
-    only "info", since usually a head is trained on a backbone, unless the optimizer holds tensors that never get gradients.
+    only "info", since usually a head is trained on a backbone, unless the optimizer holds tensors that never get gradients, or
+    parameters were unfrozen during the run.
     """
     for measured in case.recorded(NotOptimized):
         idle, share = int(measured.idle or 0), measured.fraction
+        unfrozen = int(measured.unfrozen)
+        fix, code = _NotOptimized.MAKE_LAST, _NotOptimized.MOVE
+        if unfrozen:
+            fix, code = _NotOptimized.ADD_GROUP, _NotOptimized.ADDED
         yield Found(
-            (by_number(len(measured.names), _NotOptimized.ONE, _NotOptimized.MANY), _NotOptimized.IDLE.when(idle)),
+            (
+                by_number(len(measured.names), _NotOptimized.ONE, _NotOptimized.MANY),
+                _NotOptimized.IDLE.when(idle),
+                _NotOptimized.UNFROZEN.when(unfrozen),
+            ),
             {
                 "parameters": len(measured.names),
                 "fraction": share,
                 "idle": idle,
+                "unfrozen": unfrozen,
                 "names": list(measured.names[:MOST_NAMES]),
             },
             {"modules": grouped(measured.names)},
-            _NotOptimized.MAKE_LAST,
-            _NotOptimized.MOVE,
+            fix,
+            code,
             layer=measured.name,
-            is_mild=share >= 0.5 and not idle,
+            is_mild=share >= 0.5 and not idle and not unfrozen,
         )
 
 
