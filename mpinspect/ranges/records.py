@@ -1139,6 +1139,12 @@ class TruncatedWrite(Record, kind="second-truncated"):
     exact: float
 
 
+class BroadcastDifference(Record, kind="second-broadcast"):
+    """A difference outside of modules of a column and a vector of ``rows`` elements each, which is a matrix."""
+
+    rows: float
+
+
 class ChangedChoices(Record, kind="second-choices"):
     """Integers or a mask that 16-bit numbers decide, other than in FP32, and that are used as indices, weights or conditions.
 

@@ -16,8 +16,8 @@ from trainings import inspected, take_step
 
 import mpinspect
 from mpinspect.ranges.capture.steps import LossLevel, StepChoice
+from mpinspect.ranges.faults.measure.implicit import ImplicitConversions
 from mpinspect.ranges.faults.measure.second import SecondComputation
-from mpinspect.ranges.faults.measure.truncated_writes import TruncatedWrites
 from mpinspect.ranges.records import BornInfinite, GradientsError, ReadNumber, recorded
 
 
@@ -160,7 +160,7 @@ def test_a_run_that_ends_within_the_step_leaves_no_mode():
 
 
 @pytest.mark.parametrize(
-    ("owner", "method", "steps"), [(SecondComputation, "after", []), (TruncatedWrites, "ran", [1])]
+    ("owner", "method", "steps"), [(SecondComputation, "after", []), (ImplicitConversions, "ran", [1])]
 )
 def test_an_error_of_ours_costs_the_work_of_one_instrument_in_that_step(owner, method, steps, monkeypatch):
     def fail(*_):

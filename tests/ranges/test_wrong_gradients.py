@@ -452,3 +452,108 @@ def test_gradients_that_cancel_over_a_batch_are_not_reported():
     found, session = inspected(model, loss, lr=1e-6)
     assert max(each.figures["error"] for each in session.measurements if each.what == "second-gradients") > 0.5
     assert found.get("gradients-inaccurate") is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "is_found"),
+    [
+        (lambda y: y, True),
+        (lambda y: y[:, 0], False),
+        (lambda y: y[:, 0].unsqueeze(1), False),
+        (lambda y: y[:8], False),
+    ],
+    ids=["column", "vector", "unsqueezed", "other length"],
+)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_column_less_a_vector_is_reported_unless_it_was_made_on_purpose(columns, is_found, swapped):
+    model = linear(8, 1)
+
+    def loss(step):
+        predicted, target = columns(model(torch.randn(16, 8))), torch.randn(16)
+        difference = target - predicted if swapped else predicted - target
+        return difference.square().mean()
+
+    found, _ = inspected(model, loss)
+    assert ("difference-broadcasts" in found) == is_found
+    if is_found:
+        assert (found["difference-broadcasts"].certainty, found["difference-broadcasts"].evidence["rows"]) == (
+            "inferred",
+            16,
+        )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "momentum", "is_found"),
+    [(torch.bfloat16, 0.005, True), (torch.bfloat16, 0.1, False), (None, 0.005, False)],
+)
+def test_running_statistics_that_stand_still_far_from_those_of_the_batches_are_reported(dtype, momentum, is_found):
+    model = nn.Sequential(nn.BatchNorm1d(16, momentum=momentum), linear(16, 1)).to(dtype)
+    # After many steps FP32's statistics would be those of the batches.
+    model[0].running_mean.fill_(4.0)
+
+    def loss(step):
+        x = 4.4 + torch.randn(4096, 16)
+        return model(x.to(dtype)).float().square().mean()
+
+    found, _ = inspected(model, loss)
+    assert ("buffer-stops-changing" in found) == is_found
+    if is_found:
+        assert "'0.running_mean'" in found["buffer-stops-changing"].message
+
+
+@pytest.mark.parametrize(("away", "is_found"), [(200.0, True), (0.0, False)])
+@pytest.mark.parametrize("largest", [False, True])
+def test_a_top_k_of_rounded_distances_is_reported_if_it_takes_others_than_the_best(away, is_found, largest):
+    model = linear(2, 4)
+
+    def loss(step):
+        points = away + torch.rand(256, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            products = points @ points.T
+        squares = points.square().sum(1)
+        distances = squares[:, None] + squares[None, :] - 2 * products
+        near = (-distances if largest else distances).topk(4, dim=1, largest=largest).indices
+        return model(points - away)[near].mean(1).square().mean()
+
+    found, _ = inspected(model, loss)
+    assert ("choices-differ" in found) == is_found
+    if is_found:
+        assert found["choices-differ"].evidence["best"] == 4
+
+
+@pytest.mark.parametrize(("scale", "is_found"), [(2.0**13, True), (1.0, False)])
+def test_an_overflow_after_the_backward_that_spoils_gradients_is_reported(scale, is_found):
+    model = linear(64, 64).half()
+    masters = [parameter.detach().float().requires_grad_() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=1e-3)
+    with Inspector(model, optimizers=optimizer, second=[1], loss_scale=scale) as inspector:
+        for _ in range(4):
+            model.zero_grad()
+            (model(torch.randn(64, 64).half()).float().square().mean() * scale).backward()
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                norm = parameter.grad.square().sum().sqrt()
+                parameter.grad.mul_((scale / norm).clamp(max=1.0))
+                master.grad = parameter.grad.float() / scale
+            optimizer.step()
+            for parameter, master in zip(model.parameters(), masters, strict=True):
+                parameter.data.copy_(master)
+    found = {finding.id: finding for finding in inspector.report().findings}
+    assert ("overflow-in-operator" in found) == is_found
+    if is_found:
+        assert found["overflow-in-operator"].severity != "info"
+
+
+def test_a_difference_is_not_blamed_for_the_gradient_of_a_weight_that_it_does_not_depend_on():
+    """As in PPO: the ratio of probabilities is near 1, and its gradient is right; the value's gradient is nearly zero."""
+    model = Of(lambda self, x: self.policy(x), policy=linear(16, 64), value=nn.Linear(1, 1, bias=False))
+    nn.init.constant_(model.value.weight, 1.004)
+
+    def loss(step):
+        x = torch.randn(64, 16)
+        with torch.autocast("cpu", torch.bfloat16):
+            scores, value = model(x), model.value(torch.ones(64, 1))
+        before = torch.nn.functional.linear(x, model.policy.weight, model.policy.bias).detach() + 1e-4
+        return (scores.float() - before).exp().mean() + (value.float() - 0.9999).square().mean()
+
+    found, _ = inspected(model, loss)
+    assert found["result-is-rounding-error"].severity == "info"

@@ -18,13 +18,13 @@ from mpinspect.ranges.capture import optimizer_steps, scalers
 from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import EARLY_FORWARDS, LATER_STEPS, StepChoice, StepClock
 from mpinspect.ranges.capture.weights import RarerWork
+from mpinspect.ranges.faults.measure.implicit import ImplicitConversions
 from mpinspect.ranges.faults.measure.in_fp64 import InFP64
 from mpinspect.ranges.faults.measure.operands import OperatorCall
 from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.recomputation import Recomputation
 from mpinspect.ranges.faults.measure.stuck_numbers import StuckNumbers
-from mpinspect.ranges.faults.measure.truncated_writes import TruncatedWrites
 from mpinspect.ranges.records import Record
 from mpinspect.runtime.compiled_graphs import KEEPING, CallsGraphs, is_any_compiled
 from mpinspect.runtime.device import is_capturing
@@ -252,7 +252,7 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
     ) -> None:
         self._powers = PowersOfScale(running.path, parameters)
         self._step = WholeStep(running.path, parameters, buffers, by_hand, is_inference)
-        followers: list[Follower] = [StuckNumbers(running.path), TruncatedWrites(running.path)]
+        followers: list[Follower] = [StuckNumbers(running.path), ImplicitConversions(running.path)]
         if not is_compiled:
             followers.append(self._powers)
         computations: list[Recomputation] = [self._step]

@@ -1,4 +1,4 @@
-"""Faults that a second computation of a step shows: integers and masks that follow from rounding errors."""
+"""Faults that a second computation of a step shows: integers and masks that follow from rounding errors, unlike shapes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
 from mpinspect.ranges.faults.name.operators import MATTERS, by_place, found_at
-from mpinspect.ranges.records import ChangedChoices, ChangedIntegers, TruncatedWrite
+from mpinspect.ranges.records import BroadcastDifference, ChangedChoices, ChangedIntegers, TruncatedWrite
 from mpinspect.reporting.sentences import Sentences
 
 
@@ -115,7 +115,27 @@ def _choices_differ(case: Case) -> Iterator[Found]:
         )
 
 
+class _Broadcast(Sentences):
+    MATRIX = (
+        "In step {step}, in {place}, a difference of shapes ({rows:.0f}, 1) and ({rows:.0f},) has the shape "
+        "({rows:.0f}, {rows:.0f}): it compares each element with all others, not with its own. The precision has no part in that."
+    )
+    SAME_SHAPE = "Give both the same shape."
+    SQUEEZE = "# the column as a vector\nx = x.squeeze(1)"
+
+
+def _difference_broadcasts(case: Case) -> Iterator[Found]:
+    """A loss's difference of a column and a vector, such as a network's output of shape (n, 1) and targets of shape (n,).
+
+    False alarms: Differences of all pairs are often made so on purpose, but from a view (``unsqueeze``, an index with None),
+    which is left out.
+    """
+    for found in by_place(case.recorded(BroadcastDifference), "rows"):
+        yield found_at(found, _Broadcast.MATRIX, _Broadcast.SAME_SHAPE, _Broadcast.SQUEEZE, is_inferred=True)
+
+
 FAULTS = (
+    Fault("difference-broadcasts", "warning", _difference_broadcasts, (_Broadcast,), checked=TWICE),
     Fault(
         "integers-rounded",
         "warning",

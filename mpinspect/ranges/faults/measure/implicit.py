@@ -1,4 +1,5 @@
-"""Finds fractions that are written to integers, in a step that is computed twice."""
+"""Finds conversions that torch makes without a word, in a step that is computed twice: fractions that are written to integers,
+and a column and a vector whose difference is a matrix."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.operands import OperatorCall, is_in_forward
 from mpinspect.ranges.faults.measure.rounded_numbers import is_readable
-from mpinspect.ranges.records import Record, TruncatedWrite
+from mpinspect.ranges.records import BroadcastDifference, Record, TruncatedWrite
 from mpinspect.runtime.device import is_capturing
 from mpinspect.runtime.user_line import innermost_line
 
@@ -24,8 +25,12 @@ _INTEGERS = frozenset({torch.int64, torch.int32, torch.int16})
 _FRACTIONS, _FEWEST = 0.5, 4
 
 
-class TruncatedWrites:
-    """Records the first such write.
+#: The fewest elements of a vector that is broadcast.
+_FEWEST_ROWS = 8
+
+
+class ImplicitConversions:
+    """Records the first of each.
 
     Args:
         module: returns the dotted path of the module that is running.
@@ -34,17 +39,34 @@ class TruncatedWrites:
     def __init__(self, module: Callable[[], str]) -> None:
         self._module = module
         self._written: TruncatedWrite | None = None
+        self._broadcast: BroadcastDifference | None = None
 
     def ran(self, call: OperatorCall) -> None:
         """Judge an operator. Waits for the device."""
         func, args, *_, frame, in_optimizer = call
-        is_write = self._written is None and func.overloadpacket is aten.copy_
-        if is_write and not in_optimizer and is_in_forward() and not is_capturing():
+        if in_optimizer or not is_in_forward() or is_capturing():
+            return
+        if self._written is None and func.overloadpacket is aten.copy_:
             self._write(args[0], args[1], frame)
+        if self._broadcast is None and func.overloadpacket is aten.sub and not self._module():
+            self._subtract(args[0], args[1], frame)
 
     def records(self) -> list[Record]:
         """Return the records."""
-        return list(filter(None, [self._written]))
+        return list(filter(None, [self._written, self._broadcast]))
+
+    def _subtract(self, one: Any, other: Any, frame: FrameType) -> None:
+        """Judge a difference of a column and a vector. An index with None, or unsqueeze, makes a column on purpose; so does
+        ``keepdim``, whose column and vector are usually of one tensor."""
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return
+        column, vector = (one, other) if one.dim() == 2 else (other, one)
+        rows = vector.numel()
+        if rows < _FEWEST_ROWS or vector.dim() != 1 or column.shape != (rows, 1) or column._is_view():
+            return
+        if column.requires_grad or vector.requires_grad:
+            names = ("sub", innermost_line(frame), "forward")
+            self._broadcast = BroadcastDifference(name="", names=names, text=dtype_name(one.dtype), rows=rows)
 
     def _write(self, target: Any, values: Any, frame: FrameType) -> None:
         """Judge a write of numbers with fractions into a tensor of integers, which an assignment does without a word."""
