@@ -1,4 +1,4 @@
-"""Each gradient is clipped by its own norm, in FP16: the sum of squares of scaled gradients overflows, and the clip gives zeros."""
+"""Each gradient is clipped by its own norm, in FP16: the sum of squares of scaled gradients overflows, and the clip makes zeros."""
 
 # Thread: https://github.com/facebookresearch/fairscale/pull/263
 # Finding: overflow-in-operator, from step 1
@@ -18,12 +18,12 @@ for _ in range(60):
         y = 8 * target(x).tanh() + 4
     loss = (model(x.half()).float() - y).square().mean()
     (loss * SCALE).backward()
-    for parameter, master in zip(model.parameters(), masters):
+    for parameter, master in zip(model.parameters(), masters, strict=True):
         norm = parameter.grad.pow(2).sum().sqrt()
         parameter.grad.mul_((SCALE / (norm + 1e-6)).clamp(max=1.0))
         master.grad = parameter.grad.float() / SCALE
         parameter.grad = None
     optimizer.step()
     with torch.no_grad():
-        for parameter, master in zip(model.parameters(), masters):
+        for parameter, master in zip(model.parameters(), masters, strict=True):
             parameter.copy_(master)

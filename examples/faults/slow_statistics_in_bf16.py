@@ -15,9 +15,9 @@ for _ in range(160):
     loss = nn.functional.cross_entropy(model(x.bfloat16()).float(), y)
     model.zero_grad()
     loss.backward()
-    for parameter, master in zip(model.parameters(), masters):
+    for parameter, master in zip(model.parameters(), masters, strict=True):
         master.grad = parameter.grad.float()
     optimizer.step()
     with torch.no_grad():
-        for parameter, master in zip(model.parameters(), masters):
+        for parameter, master in zip(model.parameters(), masters, strict=True):
             parameter.copy_(master)

@@ -28,8 +28,8 @@ class Effects:
         #: The norms of (error times gradient of the loss) by sequence number, and the sequence number by the record's id.
         self._norms: dict[int, float] = {}
         self._nodes: dict[int, int] = {}
-        #: The ids of the tensors with a gradient that an operator's inputs were computed from, by sequence number.
-        self._reached: dict[int, set[int]] = {}
+        #: The nodes whose backward has run, by sequence number.
+        self._ran: dict[int, Any] = {}
 
     def add(self, record: Record, node: int, off: torch.Tensor) -> None:
         """Hold the error ``off`` of a recorded operator's result, unless those before it have used up the memory."""
@@ -39,17 +39,15 @@ class Effects:
             self._nodes[id(record)] = node
 
     def weigh(self, args: tuple[Any, ...]) -> None:
-        """Multiply the error of an operator, whose backward is running, by the gradient of the loss at its result; and find the
-        tensors that it was computed from."""
+        """Multiply the error of an operator, whose backward is running, by the gradient of the loss at its result."""
         node = torch._C._current_autograd_node() if self._errors else None
         if node is None:
             return
         for each in (node, *(each for each, _ in node.next_functions if each is not None)):
             # A difference's own node runs no operator.
             number = each._sequence_nr()
-            if number in self._errors and number not in self._reached:
-                leaves = (getattr(leaf, "variable", None) for leaf in walk([each], _MOST_NODES))
-                self._reached[number] = {id(leaf) for leaf in leaves if leaf is not None}
+            if number in self._errors:
+                self._ran.setdefault(number, each)
         number = node._sequence_nr()
         error = self._errors.get(number)
         if error is None:
@@ -65,8 +63,11 @@ class Effects:
 
     def reached(self, record: Record) -> set[int]:
         """Return the ids of the tensors whose gradients a record's error may change, without those after it; empty if unknown."""
-        return self._reached.get(self._nodes.get(id(record), -1), set())
+        node = self._ran.get(self._nodes.get(id(record), -1))
+        leaves = (getattr(each, "variable", None) for each in walk([node], _MOST_NODES))
+        return {id(each) for each in leaves if each is not None}
 
     def clear(self) -> None:
         """Free the errors whose backward has not run."""
         self._errors.clear()
+        self._ran.clear()
