@@ -1,4 +1,4 @@
-"""Each gradient is clipped by its own norm, in FP16: the sum of squares of scaled gradients overflows, and the clip makes zeros."""
+"""Each gradient is clipped by its own norm, in FP16: the sum of squares of scaled gradients overflows, and the clip zeroes it."""
 
 # Thread: https://github.com/facebookresearch/fairscale/pull/263
 # Finding: overflow-in-operator, from step 1

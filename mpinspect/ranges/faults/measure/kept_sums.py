@@ -248,8 +248,9 @@ class KeptSums:
 
     def normalised(self, args: tuple[Any, ...], results: Sequence[torch.Tensor], describe: _Describe) -> None:
         """Judge running statistics in 16 bits that a batch has updated: whether many stand still, far from it. Waits."""
-        momentum, epsilon = (each for each in args[5:] if isinstance(each, float))
-        if args[5] is False or args[0].numel() < 2 * args[0].shape[1]:
+        # The last two arguments, and the last results, of all of them.
+        momentum, epsilon = args[-2:]
+        if args[5] is False or len(results) < 3 or args[0].numel() < 2 * args[0].shape[1]:
             return
         size = args[0].numel() / args[0].shape[1]
         mean, deviation = results[1].float(), results[2].float().reciprocal()
