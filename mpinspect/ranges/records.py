@@ -706,6 +706,7 @@ class Positions(Record, kind="positions"):
         least: a lower bound of the largest number, if only a bound is known.
         before, after: the number of distinct values before and after rounding.
         is_table: whether the counts are measured on a whole table.
+        stored: whether the numbers are in FP32 now.
     """
 
     largest: float | None = None
@@ -713,6 +714,7 @@ class Positions(Record, kind="positions"):
     before: float
     after: float
     is_table: bool
+    stored: bool = False
 
 
 class Ties(Record, kind="ties"):

@@ -128,7 +128,11 @@ def test_rounded_numbers_whose_differences_are_used_are_found(tmp_path, what):
 #: Tables of 512 hours that a script has rounded before its training.
 SMALL = torch.arange(200).to(BF16)
 TABLE, FP16_TABLE = (4096 + torch.arange(512)).to(BF16), (4096 + torch.arange(512)).half()
+#: Minutes that were stored in 16 bits, and are in FP32 now.
+MINUTES, IDS = torch.arange(0, 6000, 7).half().float(), torch.arange(0, 900, 3).to(BF16).float()
 OLD = {
+    "stored in FP16": (lambda x: (MINUTES * 0.1).sin(), 6000, FP16, "sine"),
+    "ids stored in BF16": (lambda x: IDS.long(), 896, BF16, "integers"),
     "a phase": (lambda x: (TABLE % 24).mul(0.26).sin(), 4608, BF16, "sine"),
     "angles": (lambda x: (TABLE[:, None] * torch.ones(1, 2, dtype=BF16)).cos(), 4608, BF16, "sine"),
     "a batch of rows": (lambda x: torch.stack([*TABLE[:64]]).sin(), 4160, BF16, "sine"),
@@ -173,6 +177,8 @@ HEALTHY = {
     "a single count": lambda x: torch.tensor(4607).to(BF16).sin(),
     "random numbers that aren't whole": lambda x: (4096 + 500 * torch.rand(len(x))).to(BF16).sin(),
     "gradients flow": lambda x: x[:, 0].add(4096).round().to(BF16).sin(),
+    "every hour in minutes": lambda x: torch.arange(0.0, 8192, 60).mul(0.1).sin(),
+    "minutes in FP32": lambda x: torch.arange(0.0, 8192, 7).mul(0.1).sin(),
     "an old table of small numbers": lambda x: SMALL.sin(),
     "an old table that is compared": lambda x: (TABLE[:, None] > TABLE[None]).float(),
     "old weights": lambda x: x.detach().to(BF16) * TABLE[:, None],

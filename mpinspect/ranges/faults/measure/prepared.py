@@ -35,6 +35,7 @@ from mpinspect.ranges.faults.measure.operands import (
 )
 from mpinspect.ranges.faults.measure.origins import ROUNDING_OF_FP32, ROUNDING_OF_NARROW, Origins
 from mpinspect.ranges.faults.measure.recomputation import Recomputation
+from mpinspect.ranges.faults.measure.rounded_numbers import StoredNumbers
 from mpinspect.ranges.faults.measure.second import SUMS
 from mpinspect.ranges.faults.measure.second_steps import RunningModules, Twice
 from mpinspect.ranges.faults.measure.twins import NARROW, OF_FP32, OF_NARROW, Marks, Widening, distance, is_finite
@@ -327,6 +328,7 @@ class Preparation:
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._tensors: list[PreparedTensors] = []
+        self._stored = StoredNumbers(lambda: "")
         self._mode: Twice | None = None
         self._thread = threading.get_ident()
         self._when_idle = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._exit_outside_of_operators)
@@ -334,7 +336,7 @@ class Preparation:
     def begin(self) -> None:
         """Enter the dispatch mode on this thread."""
         self._tensors = [PreparedTensors(self._used_up, each) for each in (OF_NARROW, OF_FP32)]
-        self._mode = Twice(self._tensors, RunningModules(), failed=self._failed)
+        self._mode = Twice(self._tensors, RunningModules(), [self._stored], failed=self._failed)
         self._mode.__enter__()
 
     def end(self) -> None:
@@ -354,13 +356,13 @@ class Preparation:
     def so_far(self) -> list[Record]:
         """Return the records of the tensors that are left now. Waits for the device."""
         with _disable_current_modes():
-            return [record for each in self._tensors for record in each.so_far()]
+            return [*self._stored.records(), *(record for each in self._tensors for record in each.so_far())]
 
     def records(self) -> list[Record]:
         """End, and return the records; [] from the second call on. Waits for the device."""
         self.end()
         tensors, self._tensors = self._tensors, []
-        return [record for each in tensors for record in each.records()]
+        return [*self._stored.records(), *(record for each in tensors for record in each.records())] if tensors else []
 
     def absorbed(self) -> list[str]:
         """Return sentences on additions without effect, for a run in which no training was found."""

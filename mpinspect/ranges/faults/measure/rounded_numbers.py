@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ import torch
 
 from mpinspect.ranges.capture.largest import has_memory
 from mpinspect.ranges.capture.tally import dtype_name
+from mpinspect.ranges.faults.measure.operands import OperatorCall, is_in_forward
 from mpinspect.ranges.faults.measure.twins import Marks
-from mpinspect.ranges.records import Positions
+from mpinspect.ranges.records import Positions, Record
 from mpinspect.runtime.device import computes_in_fp64, is_capturing
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.user_line import innermost_line
@@ -26,6 +27,9 @@ aten = torch.ops.aten
 FIRST_LOST = {torch.bfloat16: 257, torch.float16: 2049}
 #: Minimum number of elements of a tensor of several numbers, and of distinct numbers lost to rounding.
 _FEWEST, _FEWEST_LOST = 4, 4
+#: The fewest different numbers, both of those that a dtype would have rounded and of smaller ones, that show that it has: each of
+#: the first is one of its numbers by chance in every second case or fewer.
+_FEWEST_OF_STORED = 16
 #: The least share of scattered numbers that rounding changes.
 _MOSTLY = 0.5
 #: Maximum number of elements compared per tensor and in all, and of tensors on a GPU that are read.
@@ -138,16 +142,30 @@ class RoundedNumbers:
 
     def _given(self, source: Any, where: Where) -> None:
         """Remember whole numbers that are too large for their format, and were rounded, if at all, before the step."""
-        if not isinstance(source, torch.Tensor) or source.dtype not in FIRST_LOST or not self._is_old(source):
+        if not isinstance(source, torch.Tensor) or self._of(source) is not None:
             return
-        if self._of(source) is not None or not self._is_worth_reading(source, source) or not _is_whole(source):
+        dtype = source.dtype
+        if dtype is torch.float32:
+            dtype = self._stored_in(source)
+        elif not self._is_old(source) or not self._is_worth_reading(source, source) or not _is_whole(source):
+            return
+        if dtype not in FIRST_LOST:
             return
         largest = float(source.abs().max())
-        if FIRST_LOST[source.dtype] <= largest < math.inf:
-            after = _representable(int(largest), source.dtype)
-            numbers = Positions(largest=largest, before=largest + 1, after=after, is_table=False)
-            numbers = replace(numbers, name=where(), text=dtype_name(source.dtype))
+        if FIRST_LOST[dtype] <= largest < math.inf:
+            after = _representable(int(largest), dtype)
+            stored = dtype is not source.dtype
+            numbers = Positions(largest=largest, before=largest + 1, after=after, is_table=False, stored=stored)
+            numbers = replace(numbers, name=where(), text=dtype_name(dtype))
             self._remember(source, _Rounded("", numbers, innermost_line(sys._getframe())))
+
+    def _stored_in(self, source: torch.Tensor) -> torch.dtype:
+        """Return the 16-bit dtype in which whole numbers in FP32 were once; FP32 if that is not certain."""
+        if self._is_worth_reading(source, source, (torch.float32,)) and _is_whole(source):
+            for dtype in FIRST_LOST:
+                if _were_in(torch.unique(source.detach()), dtype):
+                    return dtype
+        return torch.float32
 
     def _scaled(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
         """Follow a phase or an angle; its whole numbers may have been made before the step."""
@@ -179,13 +197,17 @@ class RoundedNumbers:
             numbers = replace(numbers, name=where(), text=dtype_name(result.dtype))
             self._remember(result, _Rounded(operator, numbers, innermost_line(sys._getframe())))
 
-    def _is_worth_reading(self, source: Any, result: Any) -> bool:
-        """Return whether values may be compared; subtract the cost from the remaining allowance."""
+    def _is_worth_reading(self, source: Any, result: Any, dtypes: Collection[torch.dtype] = FIRST_LOST.keys()) -> bool:
+        """Return whether values may be compared; subtract the cost from the remaining allowance.
+
+        Args:
+            dtypes: those that the result may have.
+        """
         if (
             self.found is not None
             or not is_readable(source)
             or not is_readable(result)
-            or result.dtype not in FIRST_LOST
+            or result.dtype not in dtypes
             or source.numel() < _FEWEST + _FEWEST_LOST
             or source.is_complex()
             or source.requires_grad
@@ -242,6 +264,36 @@ class RoundedNumbers:
     def _remember(self, result: torch.Tensor, rounded: _Rounded) -> None:
         if result.is_floating_point() and result.numel() >= _FEWEST:
             self._rounded.put(result, rounded)
+
+
+class StoredNumbers:
+    """Finds whole numbers in FP32 that were in 16 bits before, and whose small differences matter: these are lost.
+
+    Args:
+        module: returns the dotted path of the module that is running.
+    """
+
+    def __init__(self, module: Where) -> None:
+        self._module, self._numbers = module, RoundedNumbers()
+        # Numbers that an operator rounds now have a judgement of their own.
+        rounding = (aten.arange, aten.cumsum, aten.copy_)
+        self._watchers = {each: watch for each, watch in self._numbers.watchers().items() if each not in rounding}
+
+    def ran(self, call: OperatorCall) -> None:
+        """Follow an operator; if that fails, follow none any more. Waits for the device."""
+        operator, result = call.func.overloadpacket, call.result
+        watch = self._watchers.get(operator)
+        is_number = operator is aten._to_copy and result.is_floating_point()
+        if watch is None or is_number or call.in_optimizer or not is_in_forward() or is_capturing():
+            return
+        try:
+            watch(call.args, call.kwargs, result, self._module)
+        except Exception:
+            self._watchers = {}
+
+    def records(self) -> list[Record]:
+        """Return the first such numbers."""
+        return list(filter(None, [self._numbers.found]))
 
 
 def coarse_difference(
@@ -332,6 +384,18 @@ def _is_whole(tensor: torch.Tensor) -> bool:
         return True
     part = _part(tensor)
     return all(bool((each == each.round()).all()) for each in (part.flatten()[:_FEW], part))
+
+
+def _were_in(numbers: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether different whole numbers in FP32 were once in a 16-bit dtype, which has rounded the larger ones.
+
+    All of them are then numbers of that dtype, and the smaller ones are closer together than those.
+    """
+    large = numbers[numbers.abs() >= FIRST_LOST[dtype]]
+    if len(large) < _FEWEST_OF_STORED or not bool((numbers.to(dtype).float() == numbers).all()):
+        return False
+    spacing = 2.0 ** (math.floor(math.log2(float(large.abs().max()))) - _BITS[dtype])
+    return int((numbers % spacing != 0).sum()) >= _FEWEST_OF_STORED
 
 
 def _representable(largest: int, dtype: torch.dtype) -> int:

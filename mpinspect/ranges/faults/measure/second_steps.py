@@ -24,6 +24,7 @@ from mpinspect.ranges.faults.measure.operands import OperatorCall
 from mpinspect.ranges.faults.measure.optimizer_arithmetic import WholeStep
 from mpinspect.ranges.faults.measure.powers import PowersOfScale
 from mpinspect.ranges.faults.measure.recomputation import Recomputation
+from mpinspect.ranges.faults.measure.rounded_numbers import StoredNumbers
 from mpinspect.ranges.faults.measure.stuck_numbers import StuckNumbers
 from mpinspect.ranges.records import Record
 from mpinspect.runtime.compiled_graphs import KEEPING, CallsGraphs, is_any_compiled
@@ -252,7 +253,7 @@ class StepTwice(Twice):  # type: ignore[no-untyped-call]
     ) -> None:
         self._powers = PowersOfScale(running.path, parameters)
         self._step = WholeStep(running.path, parameters, buffers, by_hand, is_inference)
-        followers: list[Follower] = [StuckNumbers(running.path), ImplicitConversions(running.path)]
+        followers: list[Follower] = [each(running.path) for each in (StuckNumbers, ImplicitConversions, StoredNumbers)]
         if not is_compiled:
             followers.append(self._powers)
         computations: list[Recomputation] = [self._step]

@@ -147,6 +147,12 @@ class _Whole(Sentences):
         "In {place} {which} are in {dtype:format}, which keeps {after:.0f} of these {before:.0f} distinct: neighbours become "
         "one position, timestep or index{before_use}."
     )
+    STORED = (
+        "In {place} {which} are all numbers of {dtype:format}, which keeps {after:.0f} of these {before:.0f} distinct: they were "
+        "stored in it, where neighbours became one number{before_use}."
+    )
+    STORE_WHOLE = "Store these numbers as integers or in FP32, and make the narrow ones of the others alone."
+    WHOLE_COLUMN = "# a column of its own\nminutes = minutes.astype(np.int64)"
     ANGLES = "Compute positions, and everything derived from them, in FP32; cast only the cosines and sines."
     CAST_ANGLES = (
         "Pass positions as integers, and compute everything derived from them in FP32. Cast only the cosines and sines. A cast "
@@ -182,9 +188,10 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
     False alarms: The collapse is measured if a cast, an arange or a cumsum makes distinct whole numbers equal, and these are then
     subtracted from each other, compared, cast to integers or used in a sine. Whole targets that a loss ranks look the same.
     Divisors that are counts, and targets of a regression, are not reported. The finding is inferred for whole numbers made before
-    the step and above the format's exact ones (256 in BF16, 2,048 in FP16): they may have been representable.
+    the step and above the format's exact ones (256 in BF16, 2,048 in FP16): they may have been representable. Whole numbers in
+    FP32 are taken for stored ones if at least 16 are above these, all of them numbers of the format, and 16 closer ones below.
     """
-    found = sorted(case.recorded(Positions), key=lambda each: not each.is_table)
+    found = sorted(case.recorded(Positions), key=lambda each: (not each.is_table, not each.name))
     for measured in found[:1]:
         operator, used, line = (*measured.names, "", "", "")[:3]
         fix, code = _Whole.INDICES, _Whole.INTEGER_INDICES
@@ -194,6 +201,9 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
             is_cast = operator == "cast"
             fix = _Whole.CAST_ANGLES.when(is_cast) or _Whole.ANGLES
             code = _Whole.INTEGER_ANGLES.when(is_cast) or _Whole.WIDE_ANGLES
+        says = _Whole.COLLAPSED
+        if measured.stored:
+            says, fix, code = _Whole.STORED, _Whole.STORE_WHOLE, _Whole.WHOLE_COLUMN
         words = {
             "place": module_named(measured.name) + bracketed(line) if measured.name or not line else line,
             "which": _whole_numbers(measured, operator),
@@ -202,7 +212,7 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
         }
         more = {"layer": measured.name, "is_inferred": not measured.is_table, "before": [line] * bool(line)}
         evidence = {"dtype": measured.text, "line": line}
-        yield Found.of(case, [measured], _Whole.COLLAPSED, fix, code, words=words, evidence=evidence, **more)
+        yield Found.of(case, [measured], says, fix, code, words=words, evidence=evidence, **more)
 
 
 def _whole_numbers(measured: Positions, operator: str) -> str:
