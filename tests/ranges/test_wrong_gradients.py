@@ -502,8 +502,8 @@ def test_running_statistics_that_stand_still_far_from_those_of_the_batches_are_r
 
 
 @pytest.mark.parametrize(("away", "is_found"), [(200.0, True), (0.0, False)])
-@pytest.mark.parametrize("largest", [False, True])
-def test_a_top_k_of_rounded_distances_is_reported_if_it_takes_others_than_the_best(away, is_found, largest):
+@pytest.mark.parametrize("options", [{"dim": 1, "largest": False}, {"dim": 1}, {}], ids=str)
+def test_a_top_k_of_rounded_distances_is_reported_if_it_takes_others_than_the_best(away, is_found, options):
     model = linear(2, 4)
 
     def loss(step):
@@ -512,7 +512,7 @@ def test_a_top_k_of_rounded_distances_is_reported_if_it_takes_others_than_the_be
             products = points @ points.T
         squares = points.square().sum(1)
         distances = squares[:, None] + squares[None, :] - 2 * products
-        near = (-distances if largest else distances).topk(4, dim=1, largest=largest).indices
+        near = (distances if "largest" in options else -distances).topk(4, **options).indices
         return model(points - away)[near].mean(1).square().mean()
 
     found, _ = inspected(model, loss)

@@ -464,11 +464,11 @@ class SecondComputation(Recomputation):
         twin, describe = self.twin(scores), partial(self._record, pending, scores, text=passed_through(self._narrow))
         if twin is None:
             return
-        dim = args[2] if len(args) > 2 else -1
+        dim, largest = (*args[2:4], *(-1, True)[len(args[2:4]) :])
         if share := tied(scores, twin, *args[1:]):
             self._found[Ties].append(describe(Ties, fraction=share, k=k, scores=scores.shape[dim]))
         elif not self._is_of_fp8(scores):
-            self._choices.best(places, twin, k, dim, (*args, True)[3], describe)
+            self._choices.best(places, twin, k, dim, largest, describe)
 
     def _compare_integers(self, pending: Pending, value: Any) -> None:
         """Record whole numbers that were rounded before they are made integers."""
