@@ -464,7 +464,7 @@ class SecondComputation(Recomputation):
         twin, describe = self.twin(scores), partial(self._record, pending, scores, text=passed_through(self._narrow))
         if twin is None:
             return
-        dim, largest = (*args[2:4], *(-1, True)[len(args[2:4]) :])
+        dim, largest = args[2] if len(args) > 2 else -1, len(args) <= 3 or args[3]
         if share := tied(scores, twin, *args[1:]):
             self._found[Ties].append(describe(Ties, fraction=share, k=k, scores=scores.shape[dim]))
         elif not self._is_of_fp8(scores):
