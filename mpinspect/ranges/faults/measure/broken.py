@@ -38,6 +38,8 @@ _MOST_NODES = 256
 _MOST_LINES = 5
 #: Operators that read no values: a backward begins with one of its loss's shape.
 _WITHOUT_VALUES = frozenset({aten.ones_like, aten.zeros_like, aten.empty_like, aten.full_like})
+#: Operators that replace infinities.
+_REPLACING = frozenset({aten.nan_to_num, aten.nan_to_num_})
 #: Finite results of infinite operands are right up to this relative error, and up to this part of the largest element.
 _HARMLESS, _NEGLIGIBLE = 0.05, 2.0**-11
 
@@ -135,8 +137,8 @@ class Broken:
             is_right = relative_error(result, twin) <= _HARMLESS
         if is_right:
             self.is_right(result)
-        elif (fate.is_of_graph and operator is not aten.nan_to_num) or str(operator).endswith("_"):
-            # A clamp may follow a replacement of infinities. Outside of the graph, gradients and weights are changed in place.
+        elif operator not in _REPLACING and (fate.is_of_graph or str(operator).endswith("_")):
+            # A clamp may follow a replacement. Outside of the graph, gradients and weights are changed in place.
             self._harmful |= fate.records
 
     def judge(

@@ -247,7 +247,10 @@ class KeptSums:
             self._replacing[storage_key(value)] = _Frozen(record, StorageReference(kept), StorageReference(value))
 
     def normalised(self, args: tuple[Any, ...], results: Sequence[torch.Tensor], describe: _Describe) -> None:
-        """Judge running statistics in 16 bits that a batch has updated: whether many stand still, far from it. Waits."""
+        """Judge running statistics in 16 bits that a batch has updated: whether many stand still, far from those of the batch.
+
+        Waits for the device.
+        """
         # The last two arguments, and the last results, of all of them.
         momentum, epsilon = args[-2:]
         if args[5] is False or len(results) < 3 or args[0].numel() < 2 * args[0].shape[1]:
