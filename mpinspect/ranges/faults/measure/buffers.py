@@ -27,7 +27,6 @@ class Buffers(Measuring):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._norms = [layer for layer in run.layers if isinstance(layer.module, _NORMS)]
-        self._events = 0
         #: Buffers that were not finite before the first step, and buffers already recorded.
         self._broken_before: set[str] = set()
         self._known: set[str] = set()
@@ -43,8 +42,7 @@ class Buffers(Measuring):
     def end_step(self, step: int, sampled: bool) -> None:
         """Read the buffers if the step is measured or has a new event; record broken ones whose values have arrived."""
         super().end_step(step, sampled)
-        events, self._events = self._events, len(self._recording.events)
-        if self._clock.measured or self._events > events:
+        if self._new_events() or self._clock.measured:
             self._find_broken(partial(self._tell_broken, step))
 
     def run_ends(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,7 +21,6 @@ from mpinspect.numeric.exponents import ratio
 from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.graph import graph, numel_of
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.capture.layers import WatchedParameter
 from mpinspect.ranges.capture.observations import Call
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.capture.tally import dtype_name
@@ -32,6 +31,7 @@ from mpinspect.ranges.faults.measure.singularities import (
     Singular,
     added_constant,
     applies_mask,
+    earliest,
     infinite_operand,
     is_packed,
     may_be_singular,
@@ -89,7 +89,62 @@ _KINDS: dict[str, type[Examined]] = {
 }
 
 
-class Examination(Measuring):
+class Examining(Measuring):
+    """Base of the observers that record singular operations in the first few steps that are not finite."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._examined = 0
+        #: The first operations near the losses of steps that a scaler skipped, with their steps.
+        self._suspects: list[tuple[int, Singular]] = []
+
+    def _suspect(self, step: int, found: Singular | None) -> None:
+        """Remember an operation of a skipped step: unless its derivative is infinite, the loss scale may be the cause."""
+        if found is not None and has_infinite_derivative(found) and len(self._suspects) < _MOST_EXAMINED:
+            self._suspects.append((step, found))
+
+    def _record_suspects(self, harmless: Collection[tuple[str, str]]) -> None:
+        """Record the operations of skipped steps, unless a backward through the operation was finite in another step."""
+        for step, found in self._suspects:
+            if key_of(found) not in harmless:
+                self._record_singular(found, step)
+        self._suspects.clear()
+
+    def _record_singular(
+        self, found: Singular, step: int, *, loss_finite: bool = True, call: tuple[int, int] | None = None
+    ) -> None:
+        """Record a singular operation.
+
+        Args:
+            found: the operation.
+            step: its step.
+            loss_finite: whether the loss was finite.
+            call: its number among the step's calls of its operator, and their number, if both are known.
+        """
+        text = f"{found.operator} {found.what}".strip()
+        figures: dict[str, Any] = {"loss_finite": loss_finite, "bits": found.bits}
+        if call is not None:
+            figures |= {"call": call[0], "calls": call[1]}
+        by = next((each.name for each in self._parameters if each.parameter is found.by), None)
+        if by is not None:
+            text = text.replace("a tensor that takes a gradient", f"the parameter {by!r}")
+        self._tell_examined(_KINDS[found.kind], step, found.elements, found.rows, text, **figures)
+
+    def _tell_examined(
+        self,
+        kind: type[Examined],
+        step: int,
+        elements: int,
+        rows: Rows,
+        text: str = "",
+        name: str = "",
+        **figures: float,
+    ) -> None:
+        names, more = tuple(map(str, rows.first)), {"rows": rows.number, "of_rows": rows.of, **figures}
+        self._record(kind(name=name, step=step, names=names, text=text, elements=elements, **more))  # type: ignore[arg-type]
+
+
+class Examination(Examining):
     """Examines the first few steps with a non-finite loss or gradient. Must run after the watch."""
 
     #: The examinations of all models, and the storages of their last outputs: one model's output may be another one's input.
@@ -99,7 +154,6 @@ class Examination(Measuring):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._all.add(self)
-        self._events = self._examined = 0
         #: The first parameter's device when all parameters were last found on the CPU, or not.
         self._device: torch.device | None = None
         self._all_on_cpu = True
@@ -117,8 +171,6 @@ class Examination(Measuring):
         self._infinite: Singular | None = None
         #: The nodes' names and arguments of the candidates of steps whose backward was finite.
         self._harmless: set[tuple[str, str]] = set()
-        #: The first candidates of steps that a scaler skipped, with their steps.
-        self._suspects: list[tuple[int, Singular]] = []
         #: The singular operations of this step's non-finite losses, each with the modules whose outputs were made before it,
         #: and its number among the operator's calls and that of all of them.
         self._found: list[tuple[Singular, frozenset[str], tuple[int, int] | None]] = []
@@ -165,16 +217,11 @@ class Examination(Measuring):
         is_wanted = self._on_cpu or self._may_wait or self._clock.measured
         self.at_work = watched and is_wanted and self._examined < _MOST_EXAMINED
         self._candidate = self._infinite = None
-        self._found.clear()
-        self._products.clear()
-        self._output_of.clear()
-        self._inputs.clear()
-        self._graphless.clear()
-        self._made.clear()
-        self._alone.clear()
-        self._called.clear()
-        self._ends.clear()
-        self._zero.clear()
+        for of_last_step in (
+            *(self._found, self._products, self._output_of, self._inputs, self._graphless),
+            *(self._made, self._alone, self._called, self._ends, self._zero),
+        ):
+            of_last_step.clear()
         if self._began is None:
             self._began = self._weight_norms(), self._weight_norms(_MOST_COMPARED)
 
@@ -231,12 +278,9 @@ class Examination(Measuring):
                 for node in graph(starts, _EARLY_NODES if self._clock.step < _FIRST_STEPS else _NEAREST_NODES)
                 if (may_be_singular(node) or is_packed(node)) and numel_of(node) <= _MOST_ELEMENTS
             ]
-            packed = min(filter(None, map(overflowed_pack, near)), key=lambda each: each.order, default=None)
-            self._candidate = self._earliest(near) or packed
+            self._candidate = self._earliest(near) or earliest(map(overflowed_pack, near))
             if any(map(applies_mask, near)):
-                self._infinite = min(
-                    filter(None, map(infinite_operand, near)), key=lambda each: each.order, default=None
-                )
+                self._infinite = earliest(map(infinite_operand, near))
             self._compare_if_grown(losses)
             return
         self._examined += 1
@@ -263,7 +307,7 @@ class Examination(Measuring):
         if self._tell_graphless(step):
             return
         nodes = graph(starts, _MOST_NODES)
-        found = min(filter(None, (self._earliest(nodes), overflowed(nodes))), key=lambda each: each.order, default=None)
+        found = earliest((self._earliest(nodes), overflowed(nodes)))
         if found is None and self._ends:
             found = added_constant(nodes, max(self._ends))
         if found is not None:
@@ -308,8 +352,7 @@ class Examination(Measuring):
     def end_step(self, step: int, sampled: bool) -> None:
         """Record the singular operations found, near a finite loss if the backward was not finite; compare the weights' norms."""
         super().end_step(step, sampled)
-        events, self._events = self._events, len(self._recording.events)
-        new = self._recording.events[events : self._events]
+        new = self._new_events()
         self._forward_broke = any(event.phase == "forward" for event in new)
         candidate, infinite, self._candidate, self._infinite = self._candidate, self._infinite, None, None
         broken = [event for event in new if event.gradients_finite is False]
@@ -317,15 +360,15 @@ class Examination(Measuring):
             self._harmless.add(key_of(candidate))
         # The loss scale may cause an overflow in the backward, which a scaler skips.
         if all(event.phase == "backward" and event.skipped for event in broken):
-            if broken and candidate is not None and has_infinite_derivative(candidate):
-                self._suspects = [*self._suspects, (step, candidate)][:_MOST_EXAMINED]
+            if broken:
+                self._suspect(step, candidate)
             candidate = None
         if not broken:
             infinite = None
         candidate = candidate or infinite
         if candidate is not None:
             self._examined += 1
-            self._record(examined(candidate, step, self._parameters, loss_finite=True))
+            self._record_singular(candidate, step)
         for found, before, call in self._found:
             # An argument computed from a non-finite output is not the cause; a row of -inf makes no NaN before its softmax.
             is_late = any(
@@ -335,7 +378,7 @@ class Examination(Measuring):
                 for event in new
             )
             if not is_late:
-                self._record(examined(found, step, self._parameters, loss_finite=False, call=call))
+                self._record_singular(found, step, loss_finite=False, call=call)
         self._found.clear()
         self._tell_zero_weights(new)
         if any((event.step, event.phase, event.dtype) == (step, "forward", FLOAT16.name) for event in new):
@@ -346,19 +389,15 @@ class Examination(Measuring):
     def run_ends(self) -> None:
         """Judge all values, and record suspects of skipped steps; end this model's part in other models' examinations."""
         super().run_ends()
-        for step, found in self._suspects:
-            if key_of(found) not in self._harmless:
-                self._record(examined(found, step, self._parameters, loss_finite=True))
-        self._suspects.clear()
+        self._record_suspects(self._harmless)
         self._all.discard(self)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _earliest(self, nodes: Sequence[object]) -> Singular | None:
         """Return the singular operation that ran first; a difference counts only if it was taken from a module's output."""
-        found = [each for node in nodes if (each := singular(node)) is not None]
-        certain = [each for each in found if each.kind != "difference" or each.of in self._ends]
-        return min(certain, key=lambda each: each.order, default=None)
+        found = filter(None, map(singular, nodes))
+        return earliest(each for each in found if each.kind != "difference" or each.of in self._ends)
 
     def _name_operations(self, starts: Sequence[object]) -> None:
         """Record the operations of a loss that is not finite."""
@@ -469,18 +508,6 @@ class Examination(Measuring):
                 whole = Rows(tuple(range(min(rows, MOST_ROWS))), rows, rows)
                 self._tell_examined(ExaminedZeroRow, event.step, rows, whole, name, event.module)
 
-    def _tell_examined(
-        self,
-        kind: type[Examined],
-        step: int,
-        elements: int,
-        rows: Rows,
-        text: str = "",
-        name: str = "",
-        **figures: float,
-    ) -> None:
-        self._record(_record_of(kind, step, elements, rows, text, name, **figures))
-
     @torch.no_grad()
     def _weight_norms(self, most_rows: float = math.inf, fewest_dims: int = 2) -> Sent:
         """Return the norms of the weights of that many dimensions, or of evenly spread rows of each, in FP32 or FP64.
@@ -549,48 +576,6 @@ def key_of(found: Singular) -> tuple[str, str]:
 def has_infinite_derivative(found: Singular) -> bool:
     """Return whether an operation's gradient is infinite or NaN whatever gradient arrives: g / 0 is, for zeros too."""
     return found.kind == "argument" and "zero" in found.what
-
-
-def examined(
-    found: Singular,
-    step: int,
-    parameters: Iterable[WatchedParameter],
-    *,
-    loss_finite: bool,
-    call: tuple[int, int] | None = None,
-) -> Examined:
-    """Return the record of a singular operation.
-
-    Args:
-        found: the operation.
-        step: its step.
-        parameters: the model's parameters, one of which may be an operand.
-        loss_finite: whether the loss was finite.
-        call: its number among the step's calls of its operator, and their number, if both are known.
-    """
-    text = f"{found.operator} {found.what}".strip()
-    figures: dict[str, Any] = {"loss_finite": loss_finite, "bits": found.bits}
-    if call is not None:
-        figures |= {"call": call[0], "calls": call[1]}
-    by = next((each.name for each in parameters if each.parameter is found.by), None)
-    if by is not None:
-        text = text.replace("a tensor that takes a gradient", f"the parameter {by!r}")
-    return _record_of(_KINDS[found.kind], step, found.elements, found.rows, text, **figures)
-
-
-def _record_of(
-    kind: type[Examined], step: int, elements: int, rows: Rows, text: str = "", name: str = "", **figures: float
-) -> Examined:
-    return kind(
-        name=name,
-        step=step,
-        names=tuple(map(str, rows.first)),
-        text=text,
-        elements=elements,
-        rows=rows.number,
-        of_rows=rows.of,
-        **figures,  # type: ignore[arg-type]
-    )
 
 
 def _broken(norms: Mapping[str, float]) -> tuple[str, ...]:

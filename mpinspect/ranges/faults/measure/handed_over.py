@@ -150,7 +150,7 @@ class HandedOver(Measuring):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self._events = self._armed = self._armed_in_all = 0
+        self._armed = self._armed_in_all = 0
         self._now = _Step()
         self._lost = LostBackwards(self._parameters, self._optimizers)
         #: For each measured step, the common factor of division on the way to the masters; NaN without one.
@@ -169,8 +169,8 @@ class HandedOver(Measuring):
         """Activate this observer in measured steps, and in the steps after an event."""
         if self._frozen is None:
             self._frozen = {watched.name for watched in self._parameters if not watched.parameter.requires_grad}
-        if len(self._recording.events) > self._events:
-            self._events, self._armed = len(self._recording.events), _AFTER_EVENT
+        if self._new_events():
+            self._armed = _AFTER_EVENT
         is_armed = (sampled or watched) and self._armed > 0 and self._armed_in_all < _MOST_AFTER_EVENTS
         self._armed -= self._armed > 0
         self._armed_in_all += is_armed

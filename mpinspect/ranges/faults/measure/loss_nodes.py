@@ -15,14 +15,15 @@ import torch
 from mpinspect.ranges.capture.culprit import LOSS
 from mpinspect.ranges.capture.graph import dtype_of, graph, operator_of
 from mpinspect.ranges.capture.largest import has_memory
-from mpinspect.ranges.faults.measure.examination import examined, has_infinite_derivative, key_of
-from mpinspect.ranges.faults.measure.measuring import Measuring, Run
+from mpinspect.ranges.faults.measure.examination import Examining, key_of
+from mpinspect.ranges.faults.measure.measuring import Run
 from mpinspect.ranges.faults.measure.singularities import (
     KNOWS_PACKED,
     MATRIX_PRODUCTS,
     Singular,
     applies_mask,
     attributes,
+    earliest,
     has_finder,
     infinite_operand,
     is_packed,
@@ -38,7 +39,7 @@ _MOST_STEPS = 3
 _MOST_EXAMINED = 3
 
 
-class LossNodes(Measuring):
+class LossNodes(Examining):
     """Keeps the nodes nearest to each loss on a device, and examines those of the first broken steps. Must run after the watch.
 
     Never waits in a step whose values are finite, and launches nothing but copies of small views.
@@ -47,9 +48,6 @@ class LossNodes(Measuring):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._kept: dict[int, list[KeptNode]] = {}
-        self._events = self._examined = 0
-        #: The first operations of steps that a scaler skipped, with their steps.
-        self._suspects: list[tuple[int, Singular]] = []
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in watched steps on a device, until enough were examined."""
@@ -65,8 +63,7 @@ class LossNodes(Measuring):
 
     def end_step(self, step: int, sampled: bool) -> None:
         """Examine the nodes of steps with a new event, and drop those of steps that are known to be finite."""
-        events, self._events = self._events, len(self._recording.events)
-        for event in self._recording.events[events : self._events]:
+        for event in self._new_events():
             if event.phase != END and not event.aside and not event.given:
                 self._examine(event)
         for old in [each for each in self._kept if each <= step - _MOST_STEPS]:
@@ -79,12 +76,8 @@ class LossNodes(Measuring):
         """
         self.end_step(self._clock.step, False)
         with torch.no_grad():
-            last = [_earliest(filter(None, map(singular, nodes))) for nodes in self._kept.values() if self._suspects]
-        harmless = {key_of(found) for found in last if found is not None}
-        for step, found in self._suspects:
-            if key_of(found) not in harmless:
-                self._record(examined(found, step, self._parameters, loss_finite=True))
-        self._suspects.clear()
+            last = map(_first_singular, self._kept.values() if self._suspects else ())
+            self._record_suspects({key_of(found) for found in last if found is not None})
         self._kept.clear()
 
     @torch.no_grad()
@@ -94,11 +87,9 @@ class LossNodes(Measuring):
         if not nodes or self._examined >= _MOST_EXAMINED:
             return
         is_backward = event.phase == "backward"
-        found = _earliest(filter(None, map(singular, nodes)))
+        found = _first_singular(nodes)
         if is_backward and event.skipped:
-            # The loss scale may have caused it.
-            if found is not None and has_infinite_derivative(found) and len(self._suspects) < _MOST_EXAMINED:
-                self._suspects.append((event.step, found))
+            self._suspect(event.step, found)
             return
         if (
             event.phase == "forward"
@@ -108,10 +99,10 @@ class LossNodes(Measuring):
             # Other arguments may have been computed from the output that was not finite.
             return
         if found is None and is_backward and any(map(applies_mask, nodes)):
-            found = _earliest(filter(None, map(infinite_operand, nodes)))
+            found = earliest(map(infinite_operand, nodes))
         if found is not None:
             self._examined += 1
-            self._record(examined(found, event.step, self._parameters, loss_finite=is_backward))
+            self._record_singular(found, event.step, loss_finite=is_backward)
 
 
 class KeptNode:
@@ -199,6 +190,6 @@ def _small(value: Any, most_bytes: int) -> tuple[Any, int]:
     return value, value._version
 
 
-def _earliest(found: Iterable[Singular]) -> Singular | None:
-    """Return the operation that ran first; a difference may have been taken from anything."""
-    return min((each for each in found if each.kind != "difference"), key=lambda each: each.order, default=None)
+def _first_singular(nodes: Iterable[Any]) -> Singular | None:
+    """Return the singular operation that ran first; a difference may have been taken from anything."""
+    return earliest(each for each in map(singular, nodes) if each is not None and each.kind != "difference")

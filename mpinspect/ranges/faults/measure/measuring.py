@@ -19,6 +19,7 @@ from mpinspect.ranges.capture.recording import Recording
 from mpinspect.ranges.capture.steps import StepClock
 from mpinspect.ranges.faults.measure.masters import Masters
 from mpinspect.ranges.records import Record
+from mpinspect.ranges.session import Event
 
 #: The dtypes whose sums lose terms.
 NARROW = (torch.float16, torch.bfloat16)
@@ -61,6 +62,8 @@ class Measuring(Observer):
         #: Judgements that wait for values, in the order of the steps.
         self._arrivals = Arrivals()
         self._recorded: Counter[type[Record]] = Counter()
+        #: The number of the run's events that ``_new_events`` has returned.
+        self._events = 0
 
     def begin_step(self, sampled: bool, watched: bool) -> None:
         """Activate this observer in measured steps."""
@@ -73,6 +76,11 @@ class Measuring(Observer):
     def run_ends(self) -> None:
         """Judge all values; waits for the device."""
         self._arrivals.take(wait=True)
+
+    def _new_events(self) -> list[Event]:
+        """Return the run's events since the last call."""
+        seen, self._events = self._events, len(self._recording.events)
+        return self._recording.events[seen : self._events]
 
     def _send(self, results: Sent, judge: Callable[[dict[str, Any]], object]) -> None:
         """Call ``judge`` with small results by name, once they have reached the host."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -78,6 +78,11 @@ class Singular:
 def singular(node: Any) -> Singular | None:
     """Return the singularity in a node's arguments; None if there is none or the node saved nothing. Waits for the GPU."""
     return _found(node, _FINDERS)
+
+
+def earliest(found: Iterable[Singular | None]) -> Singular | None:
+    """Return the operation that ran first; None without one."""
+    return min(filter(None, found), key=lambda each: each.order, default=None)
 
 
 def may_be_singular(node: Any) -> bool:
