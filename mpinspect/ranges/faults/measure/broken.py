@@ -12,14 +12,7 @@ import torch
 
 from mpinspect.ranges.capture.graph import dtype_of, walk
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.operands import (
-    CASTS,
-    Pending,
-    has_numbers,
-    is_decision,
-    is_in_forward,
-    numbers_of,
-)
+from mpinspect.ranges.faults.measure.operands import CASTS, Pending, has_numbers, is_decision, is_in_forward, numbers_of
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.recomputation import Makers, relative_error
 from mpinspect.ranges.faults.measure.twins import NARROW, OF_NARROW, Marks, is_finite

@@ -13,7 +13,7 @@ import torch
 from mpinspect.ranges.capture.backward_scale import factor_of
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.faults.measure.twins import distance
-from mpinspect.ranges.records import FrozenBuffer, GrowingSum, Record
+from mpinspect.ranges.records import AnyRecord, FrozenBuffer, GrowingSum, Record
 from mpinspect.runtime.storages import StorageReference, storage_key
 
 aten = torch.ops.aten
@@ -240,11 +240,8 @@ class KeptSums:
         self, value: torch.Tensor, kept: torch.Tensor, local: Callable[[], torch.Tensor], describe: _Describe
     ) -> None:
         """Judge a new tensor that may replace the kept one that it is computed from. Waits for the device."""
-        if kept.dtype != value.dtype or kept.shape != value.shape or not _mostly(value == kept):
-            return
-        before, key = kept.float(), storage_key(kept)
-        if record := self._unchanged(value, before, local() - before, key, describe):
-            self._replacing[storage_key(value)] = _Frozen(record, StorageReference(kept), StorageReference(value))
+        if kept.dtype == value.dtype and kept.shape == value.shape and _mostly(value == kept):
+            self.cast_back(value, kept, local() - kept.float(), describe)
 
     def normalised(self, args: tuple[Any, ...], results: Sequence[torch.Tensor], describe: _Describe) -> None:
         """Judge running statistics in 16 bits that a batch has updated: whether many stand still, far from those of the batch.
@@ -279,8 +276,12 @@ class KeptSums:
         unchanged = float((value.float() == before)[is_changed.expand_as(value)].float().mean())
         if unchanged < _UNCHANGED:
             return None
-        record: FrozenBuffer = describe(FrozenBuffer, unchanged=unchanged)
-        return replace(record, names=(*record.names, self._names.get(key, "")), is_weight=key in self._weights)
+        record: FrozenBuffer = describe(FrozenBuffer, unchanged=unchanged, is_weight=key in self._weights)
+        return self._named(record, key)
+
+    def _named(self, record: AnyRecord, key: int) -> AnyRecord:
+        """Return a record with the name of the model's tensor that has this storage, or "", as the last of its names."""
+        return replace(record, names=(*record.names, self._names.get(key, "")))
 
     def added(self, value: torch.Tensor, kept: torch.Tensor, term: torch.Tensor, describe: _Describe) -> None:
         """Judge the addition of a term to a kept tensor of few elements, which ``value`` may replace. Waits for the device."""
@@ -294,8 +295,7 @@ class KeptSums:
             # It stops at the first power of two above which such a term is half a unit in the last place, or less.
             stops_at = 2.0 ** math.ceil(math.log2(2 * size / eps))
             record = describe(GrowingSum, total=total, term=size, unit=unit, stops_at=stops_at)
-            named = replace(record, names=(*record.names, self._names.get(storage_key(value), "")))
-            self._growing.append((StorageReference(value), named))
+            self._growing.append((StorageReference(value), self._named(record, storage_key(value))))
 
     def averaged(
         self, operator: Any, args: tuple[Any, ...], old: torch.Tensor | None, values: _Both, describe: _Describe
@@ -309,16 +309,11 @@ class KeptSums:
         value, twin = values
         net = next((self._nets[key] for each in args[:2] if (key := _key(each)) in self._nets), None)
         if net is not None and operator in _ADDING and net.before.shape == value.shape:
+            unchanged, key = float((value == net.before).float().mean()), net.kept.key
+            record = self._named(describe(FrozenBuffer, unchanged=unchanged, is_weight=key in self._weights), key)
             off, change = distance(value, twin), distance(net.before, twin)
-            record: FrozenBuffer = describe(FrozenBuffer, unchanged=float((value == net.before).float().mean()))
-            record = replace(
-                record,
-                names=(*record.names, self._names.get(net.kept.key, "")),
-                is_weight=net.kept.key in self._weights,
-            )
-            self._nets[storage_key(value)] = net._replace(
-                new=StorageReference(value), record=record, off=off, change=change
-            )
+            new = StorageReference(value)
+            self._nets[storage_key(value)] = net._replace(new=new, record=record, off=off, change=change)
         elif operator in _DECAYING and (kept := next(filter(self._is_average, args[:2]), None)) is not None:
             other = args[1] if kept is args[0] else args[0]
             factor = factor_of(operator.__name__.rstrip("_"), other)

@@ -294,11 +294,8 @@ class MasterGradients(Measuring):
         if not 0 < seen.backwards == len(seen.parts):
             return
         given, left, masters = seen.parts[-1].read(), _read_all(seen.left), _read_all(seen.sums)
-        names = [name for name in masters if name in given and name in left]
-        if not names:
-            return
-        joined = [torch.cat([each[name] for name in names]) for each in (given, left, masters)]
-        if not all(torch.isfinite(each).all() and each.any() for each in joined):
+        names, joined = _joined(given, left, masters)
+        if not joined:
             return
         ((factor,), off), ((copied,), rest) = (_fitted(joined[:1], each) for each in joined[1:])
         # A copy may have divided by a loss scale, which is a power of two. A clip's factor is none.
@@ -310,14 +307,9 @@ class MasterGradients(Measuring):
         """Record masters' gradients that are a sum of this step's gradients and of their own earlier gradients."""
         if seen.before is None or not 0 < seen.backwards <= _MOST_BACKWARDS:
             return
-        before = seen.before.read()
-        parts = [part.read() for part in seen.parts]
         sums = _read_all(seen.sums)
-        names = [name for name in sums if all(name in each for each in (before, *parts))]
-        if not names:
-            return
-        joined = [torch.cat([each[name] for name in names]) for each in (before, *parts, sums)]
-        if not all(torch.isfinite(each).all() and each.any() for each in joined):
+        names, joined = _joined(seen.before.read(), *(part.read() for part in seen.parts), sums)
+        if not joined:
             return
         *columns, wanted = joined
         _, unexplained = _fitted(columns[1:], wanted)
@@ -346,6 +338,13 @@ def _in_16_bits(weight: torch.Tensor) -> torch.Tensor:
 
 def _read_all(found: Iterable[Samples]) -> dict[str, torch.Tensor]:
     return {name: values for each in found for name, values in each.read().items()}
+
+
+def _joined(*found: Mapping[str, torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+    """Return the names that all have, and the values of each as one vector; no vectors if one is zero or not finite."""
+    names = [name for name in found[-1] if all(name in each for each in found)]
+    joined = [torch.cat([each[name] for name in names]) for each in found] if names else []
+    return names, joined if all(torch.isfinite(each).all() and each.any() for each in joined) else []
 
 
 def _gradients(parameters: Iterable[WatchedParameter]) -> Samples:

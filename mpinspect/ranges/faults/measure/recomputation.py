@@ -143,12 +143,9 @@ class Recomputation:
         """Compare what a model has returned in an inference, where no gradients follow. Waits for the device."""
         if not self.is_over:
             with _disable_current_modes():
-                for each in filter(has_numbers, tensor_list(output)):
-                    if self.twin(each) is None:
-                        # It is exact, or a tensor that is no result of an operator.
-                        continue
-                    error, size = self._error_and_size(each)
-                    self._outputs.append((error * size * each.numel() ** 0.5, size * each.numel() ** 0.5))
+                # A tensor without a twin is exact, or no result of an operator.
+                outputs = [each for each in tensor_list(output) if has_numbers(each) and self.twin(each) is not None]
+                self._outputs += map(self._norms, outputs)
 
     def _masters(self, stepped: Collection[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that an optimizer steps in place of the model's weights, with the weights' names.

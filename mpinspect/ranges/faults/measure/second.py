@@ -208,9 +208,8 @@ class SecondComputation(Recomputation):
     def _read_casts(self, func: Any, args: tuple[Any, ...]) -> None:
         """Record the first operator that takes an outdated cast of a weight. Waits for the device."""
         if not self._found[StaleCasts] and (weight := self._casts.outdated(args)):
-            names = (func.overloadpacket.__name__, innermost_line(sys._getframe()), self._phase, weight)
-            text = passed_through(self._narrow)
-            self._found[StaleCasts].append(StaleCasts(name=self._module(), names=names, text=text, steps=1))
+            describe = self._describing(func, args)
+            self._found[StaleCasts].append(describe(StaleCasts, weight, text=passed_through(self._narrow), steps=1))
 
     def _judge_read(self, number: torch.Tensor) -> None:
         """Judge a number that Python reads, and record the first one in 16 bits outside of modules."""
@@ -233,11 +232,8 @@ class SecondComputation(Recomputation):
             return
         infinite = int(divisor.isinf().sum()) if self._kept.is_old(divisor) else 0
         if infinite:
-            names = (func.overloadpacket.__name__, innermost_line(sys._getframe()), self._phase)
-            record = InfiniteDivisor(
-                name=self._module(), names=names, text="float16", infinite=infinite, elements=divisor.numel()
-            )
-            self._found[InfiniteDivisor].append(record)
+            figures = {"text": "float16", "infinite": infinite, "elements": divisor.numel()}
+            self._found[InfiniteDivisor].append(self._describing(func, args)(InfiniteDivisor, **figures))
 
     def _subtract_large(self, func: Any, args: tuple[Any, ...]) -> None:
         """Record a difference of numbers that a format had rounded before the step. Waits for the device."""
@@ -249,11 +245,11 @@ class SecondComputation(Recomputation):
             dtype = first.dtype if first.dtype in NARROW else self._widened.of(first)
         found = coarse_difference(first, args[1], is_sum, dtype)
         if found is not None:
-            (dtype, figures), line = found, innermost_line(sys._getframe())
-            half, names = figures["unit"] / 2, (func.overloadpacket.__name__, line, self._phase)
-            more: Any = figures | {"before": half / figures["largest"], "after": half / figures["typical"]}
-            record = AmplifiedError(name=self._module(), names=names, text=dtype_name(dtype), **more)
-            self._coarse.setdefault(line, record)
+            dtype, figures = found
+            half = figures["unit"] / 2
+            figures |= {"before": half / figures["largest"], "after": half / figures["typical"]}
+            record = self._describing(func, args)(AmplifiedError, text=dtype_name(dtype), **figures)
+            self._coarse.setdefault(record.names[1], record)
 
     def _prepare(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pending | None:
         if self._read_back and is_in_forward():
@@ -620,22 +616,10 @@ class SecondComputation(Recomputation):
         if self._numbers.found is not None:
             self._found[Positions].append(self._numbers.found)
         self._read_back.clear()
-        found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1]]
-        found += [
-            *self._flushes.of_gradients,
-            *self._casts_to_fp8.values(),
-            *self._flushes.casts.values(),
-            *self._flushes.clamps.values(),
-            *self._coarse.values(),
-        ]
-        firsts: tuple[type[Record], ...] = (
-            ChangedIntegers,
-            InfiniteDivisor,
-            Positions,
-            ReadNumber,
-            StaleCasts,
-            Ties,
-        )
+        found = [*self._kept.records(), *self._divided.records(), *self._flushes.taken[:1], *self._flushes.of_gradients]
+        of_fp8 = (self._casts_to_fp8, self._flushes.casts, self._flushes.clamps)
+        found += [each for by_line in (*of_fp8, self._coarse) for each in by_line.values()]
+        firsts: tuple[type[Record], ...] = (ChangedIntegers, InfiniteDivisor, Positions, ReadNumber, StaleCasts, Ties)
         found += self._broken.records()
         found += [each for kind in firsts for each in self._found[kind][:1]]
         found += [*self._edges.records(), *self._choices.used, *filter(None, [self._nearest_end])]

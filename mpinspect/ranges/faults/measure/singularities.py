@@ -281,9 +281,8 @@ def _log(node: Any, name: str) -> _Found:
 def _negative(node: Any) -> str:
     """Return a negative argument in words: it may be left of a difference, such as |a|^2 + |b|^2 - 2 ab, with rounded terms."""
     below = graph([node], _NEARBY)[1:]
-    is_difference = any(each.name().startswith(("Sub", "Rsub")) for each in below)
-    is_rounded = any(dtype.itemsize == 2 for each in below if (dtype := dtype_of(each)) is not None)
-    return "of a negative number" + ROUNDED_DIFFERENCE * (is_difference and is_rounded)
+    is_difference = any(each.name().startswith(_DIFFERENCES) for each in below)
+    return "of a negative number" + ROUNDED_DIFFERENCE * (is_difference and any(map(_is_narrow, below)))
 
 
 def _zero(node: Any, operand: int = 0) -> str:
@@ -292,9 +291,12 @@ def _zero(node: Any, operand: int = 0) -> str:
     for each in made:
         if each is not None and each.name().startswith(_PRODUCTS) and len(made) < _NEARBY:
             made += [_maker(each, place) for place in range(len(each.next_functions))]
-    differences = [each for each in made if each is not None and each.name().startswith(("Sub", "Rsub"))]
-    is_rounded = any(dtype.itemsize == 2 for each in differences if (dtype := dtype_of(each)) is not None)
-    return "of zero" + ROUNDED_DIFFERENCE * is_rounded
+    differences = [each for each in made if each is not None and each.name().startswith(_DIFFERENCES)]
+    return "of zero" + ROUNDED_DIFFERENCE * any(map(_is_narrow, differences))
+
+
+def _is_narrow(node: Any) -> bool:
+    return _bits_of(node) == 16
 
 
 def _maker(node: Any, operand: int = 0) -> Any:
@@ -365,12 +367,13 @@ def _too_few(node: Any, name: str) -> _Found:
     correction = getattr(node, "_saved_correction", 0)
     if number > (1 if correction is None else correction):
         return None
-    return (
-        "argument",
-        words,
-        f"{TOO_FEW} {number_of(number, 'element')} (0/0)",
-        torch.zeros((), dtype=torch.bool, device="cpu"),
-    )
+    return _of_too_few(words, number)
+
+
+def _of_too_few(words: str, number: int) -> _Found:
+    """Return the finding on an operation of this many elements, which is 0/0 whatever they are."""
+    nowhere = torch.zeros((), dtype=torch.bool, device="cpu")
+    return "argument", words, f"{TOO_FEW} {number_of(number, 'element')} (0/0)", nowhere
 
 
 def _ctc(node: Any, name: str) -> _Found:
@@ -489,7 +492,7 @@ def _beyond(node: Any, name: str) -> _Found:
 def _loss(node: Any, name: str) -> _Found:
     """Find a loss whose targets are all ignored, or a loss with non-finite targets or weights."""
     if node._saved_reduction == _MEAN and not node._saved_self.numel():
-        return "argument", "a mean", f"{TOO_FEW} 0 elements (0/0)", torch.zeros((), dtype=torch.bool, device="cpu")
+        return _of_too_few("a mean", 0)
     if name.startswith("NllLoss") and node._saved_reduction == _MEAN and bool(node._saved_total_weight == 0):
         left_out = torch.ones_like(node._saved_target, dtype=torch.bool)
         return "argument", "a mean over targets", "that are all ignored (0/0)", left_out
@@ -579,6 +582,7 @@ SAME_VALUES = (
 )
 #: Maximum number of nodes among which the difference is searched that left a negative number.
 _NEARBY = 12
+_DIFFERENCES = ("Sub", "Rsub")
 #: Nodes whose result is zero if one of their arguments is.
 _PRODUCTS = ("Mul", "Sqrt", "Pow", "Square", "Abs", "Neg")
 #: Nodes that return some of their argument's values, or bound them.
@@ -637,23 +641,14 @@ class _Finders(dict[str, _Finder | None]):
 
 
 _BEYOND_ONE = ("of a magnitude of 1 or more, where its derivative is infinite", lambda given: given.abs() >= 1)
+_AT_ROOT_OF_ZERO = ("of zero, where the root's derivative is infinite", torch.logical_not)
 _INFINITE = _Finders(("Mul", _infinite_factor), ("Div", _infinite_numerator))
 _OVERFLOWS = _Finders(*((name, _beyond) for name in _BEYOND))
 _FINDERS = _Finders(
-    ("LogSoftmax", _softmax),
-    ("Softmax", _softmax),
-    ("SafeSoftmax", _softmax),
+    *((name, _softmax) for name in ("LogSoftmax", "Softmax", "SafeSoftmax")),
     # Other operations' names begin alike: logaddexp, acosh.
     *((f"{name}Backward", _log) for name in ("Log", "Log1p", "Log2", "Log10", "Logit")),
-    (
-        "Sqrt",
-        _at_edge(
-            "a square root",
-            "_saved_result",
-            ("", torch.isnan),
-            ("of zero, where the root's derivative is infinite", torch.logical_not),
-        ),
-    ),
+    ("Sqrt", _at_edge("a square root", "_saved_result", ("", torch.isnan), _AT_ROOT_OF_ZERO)),
     ("Rsqrt", _at_edge("1 / sqrt", "_saved_result", ("of zero or less", lambda root: ~root.isfinite()))),
     ("Reciprocal", _at_edge("1 / x", "_saved_result", ("of zero", torch.isinf))),
     ("Div", _divide),
@@ -661,11 +656,7 @@ _FINDERS = _Finders(
     ("Exp", _at_edge("exp", "_saved_result", ("of a number too large for its result", torch.isinf))),
     *((f"{name}Backward", _at_edge(name.lower(), "_saved_self", _BEYOND_ONE)) for name in ("Acos", "Asin", "Atanh")),
     ("ScaledDotProduct", _attention),
-    ("NllLoss", _loss),
-    ("BinaryCrossEntropy", _loss),
-    ("MseLoss", _loss),
-    ("SmoothL1Loss", _loss),
-    ("HuberLoss", _loss),
+    *((name, _loss) for name in ("NllLoss", "BinaryCrossEntropy", "MseLoss", "SmoothL1Loss", "HuberLoss")),
     ("Abs", _difference),
     *((name, _product) for name in ("Mul", *MATRIX_PRODUCTS)),
     ("CtcLoss", _ctc),

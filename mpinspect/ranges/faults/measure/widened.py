@@ -23,11 +23,7 @@ class Widened(Recomputation):
         chosen: returns whether the operator of this name, in the module of this dotted path, is computed in FP32.
     """
 
-    def __init__(
-        self,
-        module: Callable[[], str],
-        chosen: Callable[[str, str], bool],
-    ) -> None:
+    def __init__(self, module: Callable[[], str], chosen: Callable[[str, str], bool]) -> None:
         super().__init__(module)
         self._chosen = chosen
         #: The number of calls by module and operator.
