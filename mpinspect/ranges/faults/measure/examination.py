@@ -19,6 +19,7 @@ import torch
 
 from mpinspect.numeric.exponents import ratio
 from mpinspect.numeric.formats import FLOAT16
+from mpinspect.ranges import records
 from mpinspect.ranges.capture.graph import graph, numel_of
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.observations import Call
@@ -40,21 +41,6 @@ from mpinspect.ranges.faults.measure.singularities import (
     singular,
 )
 from mpinspect.ranges.kinds import ACTIVATION
-from mpinspect.ranges.records import (
-    BrokenElsewhere,
-    BrokenLoss,
-    BrokenState,
-    BrokenWeights,
-    Examined,
-    ExaminedArgument,
-    ExaminedBatch,
-    ExaminedDifference,
-    ExaminedMask,
-    ExaminedOutliers,
-    ExaminedTarget,
-    ExaminedZeroRow,
-    WeightGrowth,
-)
 from mpinspect.ranges.session import MOST_ROWS, Event, containers
 from mpinspect.reporting.words import optional
 from mpinspect.runtime.distributed import is_from_stage_before
@@ -80,12 +66,12 @@ _OVERFLOW = 65520.0
 #: Modules whose output is finite if their input is and their weight is zero, unless code of their own divides by the weight.
 _PRODUCTS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 #: The records of singular operations, by their kind.
-_KINDS: dict[str, type[Examined]] = {
-    "argument": ExaminedArgument,
-    "mask": ExaminedMask,
-    "zero-row": ExaminedZeroRow,
-    "target": ExaminedTarget,
-    "difference": ExaminedDifference,
+_KINDS: dict[str, type[records.Examined]] = {
+    "argument": records.ExaminedArgument,
+    "mask": records.ExaminedMask,
+    "zero-row": records.ExaminedZeroRow,
+    "target": records.ExaminedTarget,
+    "difference": records.ExaminedDifference,
 }
 
 
@@ -132,7 +118,7 @@ class Examining(Measuring):
 
     def _tell_examined(
         self,
-        kind: type[Examined],
+        kind: type[records.Examined],
         step: int,
         elements: int,
         rows: Rows,
@@ -300,7 +286,7 @@ class Examination(Examining):
             return
         batch = self._batch_not_finite()
         if batch is not None:
-            self._tell_examined(ExaminedBatch, step, int(batch.sum()), Rows.where(batch))
+            self._tell_examined(records.ExaminedBatch, step, int(batch.sum()), Rows.where(batch))
             return
         self._tell_outliers(step)
         self._compare_norms(step, norms)
@@ -322,7 +308,7 @@ class Examination(Examining):
         # They have not changed since the last step of an optimizer.
         events = [each for each in self._recording.events if each.phase == "forward" and each.step > self._stepped]
         step = min((each.step for each in events), default=self._clock.step)
-        self._record_names(BrokenWeights(step=step, names=broken, of=of))
+        self._record_names(records.BrokenWeights(step=step, names=broken, of=of))
         self._tell_states(step, broken[0])
         # Non-finite weights explain every later infinity or NaN, so the examination ends.
         self._examined = _MOST_EXAMINED
@@ -335,7 +321,7 @@ class Examination(Examining):
             for name, state in itertools.islice(states, _MOST_STATES):
                 broken, of = int((~state.isfinite()).sum()), state.numel()
                 names, dtype = (type(optimizer).__name__, str(name)), dtype_name(state.dtype)
-                self._record(BrokenState(name=weight, step=step, names=names, text=dtype, broken=broken, of=of))
+                self._record(records.BrokenState(name=weight, step=step, names=names, text=dtype, broken=broken, of=of))
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Remember the learning rates."""
@@ -403,9 +389,9 @@ class Examination(Examining):
         """Record the operations of a loss that is not finite."""
         made = operations(starts, self._ends, self._products)
         dtype = optional(made.dtype, dtype_name, "")
-        self._record(BrokenLoss(step=self._clock.step, names=made.names, text=dtype, in_half=made.in_half))
+        self._record(records.BrokenLoss(step=self._clock.step, names=made.names, text=dtype, in_half=made.in_half))
 
-    def _broken_elsewhere(self, starts: Sequence[object]) -> BrokenElsewhere | None:
+    def _broken_elsewhere(self, starts: Sequence[object]) -> records.BrokenElsewhere | None:
         """Return the record of a loss's graph that leads to infinities or NaNs in weights of another model; None without any."""
         own = {id(each.parameter) for each in self._parameters}
         used = (getattr(node, "variable", None) for node in graph(starts, _MOST_NODES))
@@ -418,7 +404,7 @@ class Examination(Examining):
             return None
         named = [(each, [one.name for one in each._parameters if id(one.parameter) in broken]) for each in self._all]
         model, names = next(((each._recording.info.model, names) for each, names in named if names), ("", []))
-        return BrokenElsewhere(step=self._clock.step, names=tuple(names), text=model or "")
+        return records.BrokenElsewhere(step=self._clock.step, names=tuple(names), text=model or "")
 
     def _batch_not_finite(self) -> torch.Tensor | None:
         """Return where the first non-finite input of the model is not finite; None if all (that still exist) are finite.
@@ -464,7 +450,7 @@ class Examination(Examining):
                 self._outliers += 1
                 largest = float(magnitudes[beyond].max())
                 self._tell_examined(
-                    ExaminedOutliers, step, int(beyond.sum()), Rows.where(beyond), name=path, largest=largest
+                    records.ExaminedOutliers, step, int(beyond.sum()), Rows.where(beyond), name=path, largest=largest
                 )
                 return
 
@@ -489,7 +475,9 @@ class Examination(Examining):
                 continue
             rows = broken.flatten(1).any(1)
             if bool((tensor.flatten(1)[rows] == 0).all()):
-                self._tell_examined(ExaminedZeroRow, step, int(broken.sum()), Rows.where(rows), "a division", path)
+                self._tell_examined(
+                    records.ExaminedZeroRow, step, int(broken.sum()), Rows.where(rows), "a division", path
+                )
                 return True
         return False
 
@@ -506,7 +494,7 @@ class Examination(Examining):
             if is_alone and event.module in modules and name in self._zero:
                 rows = len(modules[event.module].weight)
                 whole = Rows(tuple(range(min(rows, MOST_ROWS))), rows, rows)
-                self._tell_examined(ExaminedZeroRow, event.step, rows, whole, name, event.module)
+                self._tell_examined(records.ExaminedZeroRow, event.step, rows, whole, name, event.module)
 
     @torch.no_grad()
     def _weight_norms(self, most_rows: float = math.inf, fewest_dims: int = 2) -> Sent:
@@ -544,7 +532,7 @@ class Examination(Examining):
             if not is_known and _GROWN <= grown < math.inf and len(self._grown) < MOST_ROWS:
                 self._grown.add((name, loss_ratio > 0))
                 self._record(
-                    WeightGrowth(
+                    records.WeightGrowth(
                         name=name,
                         step=step,
                         ratio=grown,

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from mpinspect.ranges import records
 from mpinspect.ranges.capture.host_rows import HostCopy
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.layers import WatchedParameter
@@ -24,13 +25,6 @@ from mpinspect.ranges.capture.observations import Backward
 from mpinspect.ranges.capture.tally import dtype_name
 from mpinspect.ranges.faults.measure.masters import Samples, agree, samples
 from mpinspect.ranges.faults.measure.measuring import Measuring, Run, Sent, drawn
-from mpinspect.ranges.records import (
-    MastersAddedUp,
-    MastersClippedLate,
-    MastersNotCopied,
-    MastersOverwritten,
-    MastersStale,
-)
 from mpinspect.runtime.distributed import has_process_group
 from mpinspect.runtime.storages import StorageReference
 
@@ -203,7 +197,9 @@ class MasterGradients(Measuring):
         ]
         if is_still and 2 * len(moved) > len(masters):
             names = tuple(moved)
-            self._record_names(MastersNotCopied(step=self._clock.step, names=names, steps=self._steps, of=len(masters)))
+            self._record_names(
+                records.MastersNotCopied(step=self._clock.step, names=names, steps=self._steps, of=len(masters))
+            )
 
     def _find_stale(self, optimizer: torch.optim.Optimizer, masters: Sequence[WatchedParameter]) -> None:
         """Find masters that became equal to their weights only when the first step copied them into the weights."""
@@ -225,7 +221,9 @@ class MasterGradients(Measuring):
         if 2 * len(stale) > len(pairs):
             self._unmatched[optimizer] = None
             changed = float(torch.cat([*stale.values()]).double().mean())
-            self._record_names(MastersStale(step=before.step, names=tuple(stale), changed=changed, of=len(pairs)))
+            self._record_names(
+                records.MastersStale(step=before.step, names=tuple(stale), changed=changed, of=len(pairs))
+            )
 
     def _compare_with_weights(self, after: Samples, masters: Sequence[WatchedParameter]) -> None:
         """Find masters that changed between two steps and now equal their weights: the weights overwrote them."""
@@ -240,7 +238,7 @@ class MasterGradients(Measuring):
         written = [name for name in changed if name in theirs and torch.equal(here[name], theirs[name])]
         if written and len(written) == len(changed):
             moved = torch.cat([before[name] != here[name] for name in written]).double().mean()
-            self._record_names(MastersOverwritten(step=step, names=tuple(written), changed=float(moved)))
+            self._record_names(records.MastersOverwritten(step=step, names=tuple(written), changed=float(moved)))
 
     def _fp32_weights(self, optimizer: torch.optim.Optimizer) -> list[WatchedParameter]:
         """Return the largest FP32 weights that an optimizer steps itself."""
@@ -280,7 +278,9 @@ class MasterGradients(Measuring):
             names = tuple(name for name, row in rounded.items() if row[place] and name in self._wide)
             if names:
                 was_moved = moved.issuperset(names)
-                self._record_names(MastersOverwritten(step=step, names=names, text=dtype_name(dtype), moved=was_moved))
+                self._record_names(
+                    records.MastersOverwritten(step=step, names=names, text=dtype_name(dtype), moved=was_moved)
+                )
                 return
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -301,7 +301,9 @@ class MasterGradients(Measuring):
         # A copy may have divided by a loss scale, which is a power of two. A clip's factor is none.
         is_copy = copied > 0 and abs(math.log2(copied) - round(math.log2(copied))) < _ALIKE
         if max(off, rest) < _ALIKE and is_copy and 0 < factor < 1 - 4 * _ALIKE:
-            self._record_names(MastersClippedLate(step=step, names=tuple(names), factor=factor, of=len(masters)))
+            self._record_names(
+                records.MastersClippedLate(step=step, names=tuple(names), factor=factor, of=len(masters))
+            )
 
     def _find_added_up(self, step: int, seen: _Step) -> None:
         """Record masters' gradients that are a sum of this step's gradients and of their own earlier gradients."""
@@ -316,7 +318,7 @@ class MasterGradients(Measuring):
         (kept, *_, added), rest = _fitted(columns, wanted)
         if unexplained >= _UNEXPLAINED and rest <= _REST * unexplained and kept > _REST:
             self._record_names(
-                MastersAddedUp(
+                records.MastersAddedUp(
                     step=step,
                     names=tuple(names),
                     kept=kept,

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 from mpinspect.numeric.formats import FLOAT32
+from mpinspect.ranges import records
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.infinities import beginning, first_event
@@ -17,15 +18,6 @@ from mpinspect.ranges.faults.name.operators import (
     of_learning_steps,
     origin_of,
     percent_up_to,
-)
-from mpinspect.ranges.records import (
-    FP32_OFF,
-    BornInfinite,
-    BrokenInFP32,
-    BrokenLoss,
-    FlushedInFP32,
-    GradientsError,
-    UpdatesLostInFP32,
 )
 from mpinspect.reporting.sentences import Sentences
 
@@ -85,15 +77,15 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
     if broken is not None:
         yield broken
         return
-    for flushed in case.recorded(FlushedInFP32):
+    for flushed in case.recorded(records.FlushedInFP32):
         code = _Coarse.SLOGDET.when(flushed.names[0] == "_linalg_det")
         yield found_at(flushed, _Coarse.FLUSHES, _Coarse.LOGARITHMS, code or (), {"count": int(flushed.elements)})
         return
-    errors = of_learning_steps(each for each in case.recorded(GradientsError) if each.text == FLOAT32.name)
+    errors = of_learning_steps(each for each in case.recorded(records.GradientsError) if each.text == FLOAT32.name)
     for off in errors:
         # Gradients that cancel, as at an optimum, are rounding error in any precision: their errors grow in the backward.
         is_of_forward = off.names[2] == "forward"
-        if off.error >= FP32_OFF and off.share >= CONCENTRATED and is_of_forward:
+        if off.error >= records.FP32_OFF and off.share >= CONCENTRATED and is_of_forward:
             words = {"off_by": percent_up_to(off.error), "in_fp64": expression(off.names[0], ".double()")}
             is_grave, is_distance = off.error >= 1, off.names[0] == "_euclidean_dist"
             yield found_at(
@@ -112,10 +104,10 @@ def _broken_in_fp32(case: Case) -> Iterator[Found]:
     """Yield infinities and NaNs that FP64 does not have, and that do harm."""
     first = first_event(case)
     broke = {event.step for event in case.events if event.forward_finite is False}
-    broke |= {each.step for each in case.recorded(BrokenLoss)}
+    broke |= {each.step for each in case.recorded(records.BrokenLoss)}
     in_backward = {event.step for event in case.events}
-    of_softmax = {each.names[5] for each in case.recorded(BornInfinite) if is_log_of_softmax(each)}
-    for broken in case.recorded(BrokenInFP32):
+    of_softmax = {each.names[5] for each in case.recorded(records.BornInfinite) if is_log_of_softmax(each)}
+    for broken in case.recorded(records.BrokenInFP32):
         if not of_softmax.isdisjoint((broken.names[1], *broken.names[5:6])):
             # log_softmax is finite in FP32.
             continue
@@ -164,7 +156,7 @@ def _updates_lost_in_fp32(case: Case) -> Iterator[Found]:
     False alarms: Weights below 1,024 are left out: they lose updates only once these are small. A larger one may have reached its
     optimum.
     """
-    for lost in case.recorded(UpdatesLostInFP32):
+    for lost in case.recorded(records.UpdatesLostInFP32):
         words = {
             # Rounding may turn an update round.
             "lost": min(1.0, 1 - lost.rounded / lost.exact),

@@ -6,28 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 from mpinspect.numeric.formats import BFLOAT16, FLOAT16
+from mpinspect.ranges import records
 from mpinspect.ranges.analysis.precision import run_format
 from mpinspect.ranges.faults.name.case import MOST_LEFT_OVER, SIGNIFICAND_BITS, Case, FP32Weights, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.forward import Inspect, where_to_inspect
 from mpinspect.ranges.faults.name.replaced import is_broken_by_loop
-from mpinspect.ranges.records import (
-    BrokenAlike,
-    ChangedBeforeStep,
-    ForwardsLeft,
-    LeftOver,
-    LostBackwards,
-    MastersAddedUp,
-    MastersClippedLate,
-    MastersNotCopied,
-    NeverUpdated,
-    RateFallen,
-    RateZero,
-    ReadNumber,
-    Stale,
-    Standstill,
-    StepsStopped,
-)
 from mpinspect.reporting.sentences import Said, Sentences
 from mpinspect.reporting.words import filled
 
@@ -92,14 +76,14 @@ def _never_updated(case: Case) -> Iterator[Found]:
     False alarms: A script that only reads gradients is reported if it has an optimizer or a scaler, from three backwards on.
     A run whose steps a scaler skipped is not: other findings cover it.
     """
-    for measured in case.recorded(NeverUpdated):
+    for measured in case.recorded(records.NeverUpdated):
         if measured.backwards >= _FEWEST_BACKWARDS and not case.progress.skipped_steps:
             yield _no_step(measured, case)
-    for masters in case.recorded(MastersNotCopied):
+    for masters in case.recorded(records.MastersNotCopied):
         yield Found.of(case, [masters], _Never.NOT_COPIED, _Never.COPY, _Never.COPY_LOOP, step=None)
 
 
-def _no_step(measured: NeverUpdated, case: Case) -> Found:
+def _no_step(measured: records.NeverUpdated, case: Case) -> Found:
     broke = next((event for event in case.events if event.gradients_finite is False), None)
     words: dict[str, object] = {}
     fix: Sentences = _Never.LET_SCALER_STEP.when(case.scalers) or _Never.STEP
@@ -150,7 +134,7 @@ def _steps_stopped(case: Case) -> Iterator[Found]:
     False alarms: A script that reads many gradients after its training, such as attributions, is reported, and one that evaluates
     with gradients enabled in the function that trains.
     """
-    for left in case.recorded(ForwardsLeft):
+    for left in case.recorded(records.ForwardsLeft):
         yield Found(
             _Stopped.LEFT,
             {"forwards": left.forwards, "line": left.names[-1] if left.names else ""},
@@ -159,7 +143,7 @@ def _steps_stopped(case: Case) -> Iterator[Found]:
             step=left.step,
             is_inferred=True,
         )
-    for measured in case.recorded(StepsStopped):
+    for measured in case.recorded(records.StepsStopped):
         # Gradients that are cleared may be of an attribution.
         if not measured.cleared:
             yield Found(
@@ -234,8 +218,8 @@ class _Rate(Sentences):
 
 def _rate_is_low(case: Case) -> Iterator[Found]:
     """Yield the optimizers whose learning rate was 0, or low, up to the run's end; each class once, not per rank."""
-    fallen = {each.text: each for each in case.recorded(RateFallen) if each.steps >= _MOSTLY_LOW * each.of}
-    read = next(case.recorded(ReadNumber), None)
+    fallen = {each.text: each for each in case.recorded(records.RateFallen) if each.steps >= _MOSTLY_LOW * each.of}
+    read = next(case.recorded(records.ReadNumber), None)
     for low in fallen.values():
         words: dict[str, object] = {"optimizer": low.text}
         if read is None or not low.by_metric:
@@ -245,7 +229,7 @@ def _rate_is_low(case: Case) -> Iterator[Found]:
         words |= {"dtype": read.text, "line": read.names[1], "apart": 2.0 ** (1 - SIGNIFICAND_BITS[read.text])}
         both = (_Rate.FALLEN, _Rate.READS_16_BITS)
         yield Found.of(case, [low], both, _Rate.NUMBER_IN_FP32, _Rate.METRIC, words=words, is_inferred=True)
-    found = {each.text: each for each in case.recorded(RateZero) if each.steps > _SOME_STILL * each.of}
+    found = {each.text: each for each in case.recorded(records.RateZero) if each.steps > _SOME_STILL * each.of}
     backwards = case.progress.backwards / max(case.progress.steps, 1)
     for each in found.values():
         says: Said = (_Rate.ZERO, _Rate.BACKWARDS.when(backwards >= _SEVERAL))
@@ -272,7 +256,7 @@ def _stands_still(case: Case) -> Iterator[Found]:
     """
     of_rates = list(_rate_is_low(case))
     yield from of_rates
-    format, found = run_format(case.session), next(case.recorded(Standstill), None)
+    format, found = run_format(case.session), next(case.recorded(records.Standstill), None)
     if found is None or of_rates or format not in (FLOAT16, BFLOAT16):
         return
     # A scaler may skip a fused optimizer's step on the device.
@@ -354,11 +338,11 @@ class _Zeroed(Sentences):
     ZERO_AFTER_STEP = "# after {at_step}, not before it\noptimizer.zero_grad()"
 
 
-def _gone(case: Case) -> list[ChangedBeforeStep]:
+def _gone(case: Case) -> list[records.ChangedBeforeStep]:
     """Return the measured steps whose optimizer got zeros, or nearly zeros, instead of the gradients."""
     return [
         each
-        for each in case.recorded(ChangedBeforeStep)
+        for each in case.recorded(records.ChangedBeforeStep)
         if not is_broken_by_loop(each)
         and (
             each.zeroed >= MOST_LEFT_OVER * each.of
@@ -368,18 +352,18 @@ def _gone(case: Case) -> list[ChangedBeforeStep]:
     ]
 
 
-def _is_by_norm(gone: ChangedBeforeStep) -> bool:
+def _is_by_norm(gone: records.ChangedBeforeStep) -> bool:
     """Return whether the norm of these gradients was not finite in FP16, which explains the zeros."""
     squares = gone.sum_of_squares
     return squares > FLOAT16.max_finite or bool(gone.not_finite)
 
 
-def _were_broken(gone: ChangedBeforeStep, case: Case) -> bool:
+def _were_broken(gone: records.ChangedBeforeStep, case: Case) -> bool:
     """Return whether the backward made infinities or NaNs that another format would not avoid: no norm is to blame for them."""
     precision, format = case.precision, run_format(case.session)
     has_float16 = FLOAT16.name in (*precision.weights, *precision.gradients, *precision.outputs)
     is_wide = format not in (None, FLOAT16) and not has_float16
-    is_alike = any(each.step == gone.step for each in case.recorded(BrokenAlike))
+    is_alike = any(each.step == gone.step for each in case.recorded(records.BrokenAlike))
     return bool(gone.not_finite) and gone.sum_of_squares <= FLOAT16.max_finite and (is_alike or is_wide)
 
 
@@ -405,7 +389,7 @@ def _clipped_to_zero(case: Case) -> Iterator[Found]:
     yield Found.of(case, gone, _Clipped.ZEROS, fix, code, words=words, is_inferred=True)
 
 
-def _why_not_finite(gone: ChangedBeforeStep) -> str:
+def _why_not_finite(gone: records.ChangedBeforeStep) -> str:
     """Return a clause on why the norm was not finite."""
     squares, not_finite = gone.sum_of_squares, gone.not_finite
     norm, limit = math.sqrt(squares), FLOAT16.max_finite
@@ -428,7 +412,7 @@ def _zeroed(case: Case) -> Iterator[Found]:
     False alarms: Gradients that a script zeroes on purpose before a step (a warm-up that trains nothing) are reported. So is a
     loop that only reads the gradients of its earlier backwards in every step, such as their norms.
     """
-    lost = list(case.recorded(LostBackwards))
+    lost = list(case.recorded(records.LostBackwards))
     # Steps are measured at powers of two, where a loop may do work that other steps do not have.
     usual = case.progress.backwards / max(case.progress.steps, 1)
     if lost and usual >= _USUALLY * min(each.backwards for each in lost):
@@ -491,12 +475,14 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
     gradients that are not finite are reported wherever a backward finds them.
     """
     masters = [
-        each for each in case.recorded(MastersAddedUp) if _is_kept_whole(each, case.progress.scale_at(each.step))
+        each
+        for each in case.recorded(records.MastersAddedUp)
+        if _is_kept_whole(each, case.progress.scale_at(each.step))
     ]
     if len(masters) >= _FEWEST_LEFT_OVER:
         says = (_Sum.MASTERS, _Sum.MASTERS_GROWN.when(_has_grown(masters)))
         yield Found.of(case, masters, says, _Sum.ZERO_MASTERS, _Sum.ZERO_GRAD_OF_BOTH, **_growth(masters))
-    left = list(case.recorded(LeftOver))
+    left = list(case.recorded(records.LeftOver))
     finite, broken = ([each for each in left if bool(each.not_finite) is is_broken] for is_broken in (False, True))
     if broken and len(finite) < _FEWEST_LEFT_OVER:
         began = min(broken[0].step, *(event.step for event in case.events))
@@ -514,7 +500,7 @@ def _never_zeroed(case: Case) -> Iterator[Found]:
         yield Found.of(case, held, says, fix, code, **_growth(held))
 
 
-def _growth(found: Sequence[MastersAddedUp | LeftOver]) -> dict[str, dict[str, object]]:
+def _growth(found: Sequence[records.MastersAddedUp | records.LeftOver]) -> dict[str, dict[str, object]]:
     """Return the words and the evidence on the sums: the largest magnitude of each, and its step."""
     largest, steps = [each.largest for each in found], [each.step for each in found]
     return {
@@ -523,12 +509,12 @@ def _growth(found: Sequence[MastersAddedUp | LeftOver]) -> dict[str, dict[str, o
     }
 
 
-def _has_grown(found: Sequence[MastersAddedUp | LeftOver]) -> bool:
+def _has_grown(found: Sequence[records.MastersAddedUp | records.LeftOver]) -> bool:
     """Return whether the largest element grew from the first record to the last."""
     return found[0].largest < found[-1].largest
 
 
-def _is_kept_whole(found: MastersAddedUp, scale: float | None) -> bool:
+def _is_kept_whole(found: records.MastersAddedUp, scale: float | None) -> bool:
     """Return whether old and new gradients have the same weight: a gradient with momentum keeps a part of the old ones."""
     kept, added = found.kept, found.added * (scale or 1.0)
     return abs(kept - 1) <= _SAME or (kept < 1 and abs(kept - added) <= _SAME * kept)
@@ -548,7 +534,7 @@ def _stale(case: Case) -> Iterator[Found]:
 
     False alarms: A branch whose gradients are kept over steps on purpose (accumulation over optimizer steps) is reported.
     """
-    found = list(case.recorded(Stale))
+    found = list(case.recorded(records.Stale))
     if not found:
         return
     names = list(dict.fromkeys(name for each in found for name in each.names))
@@ -573,7 +559,7 @@ def _clipped_late(case: Case) -> Iterator[Found]:
 
     False alarms: A clip of the weights' gradients for another purpose than the step.
     """
-    if found := list(case.recorded(MastersClippedLate)):
+    if found := list(case.recorded(records.MastersClippedLate)):
         yield Found.of(case, found, _Late.CLIPPED, _Late.CLIP_MASTERS, _Late.CLIP)
 
 

@@ -6,21 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from mpinspect.numeric.formats import FLOAT16, FLOAT32
+from mpinspect.ranges import records
 from mpinspect.ranges.analysis.evidence import survived
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, grouped
 from mpinspect.ranges.faults.name.fault import MOST_NAMES, Fault, Found
 from mpinspect.ranges.faults.name.stores import epsilon_zero, moments_flushed
 from mpinspect.ranges.kinds import ACTIVATION_GRADIENT, WEIGHT_GRADIENT
-from mpinspect.ranges.records import (
-    BrokenElsewhere,
-    BrokenState,
-    BrokenWeights,
-    ChangedBeforeStep,
-    ReplacedBeforeStep,
-    SteppedBesideScaler,
-    SteppedWhileScaled,
-    WrittenByLoop,
-)
 from mpinspect.ranges.session import END, SKIPPED, Event
 from mpinspect.ranges.windows.tensors import TensorKey, TensorWindow
 from mpinspect.reporting.sentences import Sentences
@@ -67,7 +58,7 @@ def _gradients_replaced(case: Case) -> Iterator[Found]:
     or convolution is not finite, its weights' gradients can't be finite.
     """
     fix, code, words = _remedy(case)
-    measured = list(case.recorded(ReplacedBeforeStep))
+    measured = list(case.recorded(records.ReplacedBeforeStep))
     if measured:
         words |= {"held": measured[0].names}
         evidence = {"parameters": len(measured[0].names)}
@@ -115,14 +106,14 @@ def _broken_after_check(case: Case) -> Iterator[Found]:
     False alarms: In a measured step the values are measured. Else they are inferred: an optimizer of torch keeps a mean of its
     gradients in FP32, and the infinities and NaNs in it were theirs. A division by a norm beyond FP16's end is another fault.
     """
-    broken = [each for each in case.recorded(ChangedBeforeStep) if is_broken_by_loop(each)]
+    broken = [each for each in case.recorded(records.ChangedBeforeStep) if is_broken_by_loop(each)]
     fix, code, when = _AfterCheck.LOOK, None, "after the backward"
     if case.scalers:
         fix, code, when = _AfterCheck.BEFORE_UNSCALING, _AfterCheck.MOVE, "when the scaler looked for infinities"
     if broken:
         yield Found.of(case, broken, _AfterCheck.BROKEN, fix, code, words={"when": when})
     elif (state := _mean_of_broken(case)) is not None:
-        weights = next(case.recorded(BrokenWeights))
+        weights = next(case.recorded(records.BrokenWeights))
         words = {
             "before": state.step - 1,
             "weights": list(weights.names),
@@ -135,14 +126,14 @@ def _broken_after_check(case: Case) -> Iterator[Found]:
         yield Found.of(case, [weights], _AfterCheck.HELD_IN_STATE, fix, code, words=words, **more)
 
 
-def _broken_in_step(case: Case) -> BrokenWeights | None:
+def _broken_in_step(case: Case) -> records.BrokenWeights | None:
     """Return the weights that became infinite or NaN after a backward whose gradients were finite; None without any."""
-    broken = next(case.recorded(BrokenWeights), None)
+    broken = next(case.recorded(records.BrokenWeights), None)
     is_first = broken is not None and broken.step and not any(event.step < broken.step for event in case.events)
-    return broken if is_first and any(case.recorded(BrokenState)) else None
+    return broken if is_first and any(case.recorded(records.BrokenState)) else None
 
 
-def _mean_of_broken(case: Case) -> BrokenState | None:
+def _mean_of_broken(case: Case) -> records.BrokenState | None:
     """Return an optimizer's mean of gradients that is infinite or NaN, so that gradients were; None if that is not known."""
     if _broken_in_step(case) is None:
         return None
@@ -150,13 +141,13 @@ def _mean_of_broken(case: Case) -> BrokenState | None:
     decaying = {each.type for each in case.precision.optimizers if each.settings.get("weight_decay")} - {"AdamW"}
     states = (
         each
-        for each in case.recorded(BrokenState)
+        for each in case.recorded(records.BrokenState)
         if each.names[0] in _MEAN_OF.keys() - decaying and each.text == FLOAT32.name
     )
     return next((each for each in states if each.broken and each.names[1] == _MEAN_OF[each.names[0]]), None)
 
 
-def is_broken_by_loop(changed: ChangedBeforeStep) -> bool:
+def is_broken_by_loop(changed: records.ChangedBeforeStep) -> bool:
     """Return whether finite gradients became infinite or NaN before the step, and not by a norm that overflowed in FP16."""
     is_by_norm = changed.sum_of_squares > FLOAT16.max_finite
     return bool(changed.nans) and not changed.not_finite and not changed.masters and not is_by_norm
@@ -190,7 +181,7 @@ def _broken_by_loop(case: Case) -> Iterator[Found]:
     False alarms: That the gradients made the weights infinite is inferred: they overflowed in the backward before, and no
     optimizer had stepped on them.
     """
-    broken = next(case.recorded(BrokenWeights), None)
+    broken = next(case.recorded(records.BrokenWeights), None)
     if broken is None:
         return
     before = [event for event in case.events if event.step <= broken.step and event.phase != END]
@@ -198,7 +189,7 @@ def _broken_by_loop(case: Case) -> Iterator[Found]:
     overflow = next((event for event in reversed(before) if event.phase == "backward"), None)
     if overflow is None or overflow.step < broken.step - 1 or any(event.story != SKIPPED for event in before):
         return
-    line = next((written.names[1] for written in case.recorded(WrittenByLoop)), "")
+    line = next((written.names[1] for written in case.recorded(records.WrittenByLoop)), "")
     yield Found(
         _Broken.WRITTEN,
         {**broken.figures, "names": list(broken.names[:MOST_NAMES]), "loss_scale": overflow.loss_scale, "line": line},
@@ -231,7 +222,7 @@ def _broken_by_step(case: Case) -> Iterator[Found]:
 
     False alarms: That the optimizer wrote them is inferred. Code between its step and the next forward may have done so.
     """
-    broken, states = _broken_in_step(case), list(case.recorded(BrokenState))
+    broken, states = _broken_in_step(case), list(case.recorded(records.BrokenState))
     if broken is None or _mean_of_broken(case) is not None:
         return
     if any(epsilon_zero(case)) or any(moments_flushed(case)):
@@ -273,7 +264,7 @@ def _broken_elsewhere(case: Case) -> Iterator[Found]:
 
     False alarms: The cause is measured: these weights are in the graph of the loss, and this model's weights are finite.
     """
-    for broken in case.recorded(BrokenElsewhere):
+    for broken in case.recorded(records.BrokenElsewhere):
         yield Found(
             _Elsewhere.BROKEN,
             {"model": broken.text, "names": list(broken.names[:MOST_NAMES])},
@@ -298,11 +289,11 @@ def _step_unguarded(case: Case) -> Iterator[Found]:
 
     False alarms: That the loop calls the optimizer's step itself is inferred: the scaler is enabled, and the weights broke.
     """
-    if not case.scalers or case.has(SteppedWhileScaled):
+    if not case.scalers or case.has(records.SteppedWhileScaled):
         return
     taken = (event for event in _taken(case) if event.forward_finite and (event.loss_scale or 1) > 1)
     first = next((event for event in taken if event.value == "inf"), None)
-    if first is None or survived(first, case.session) or not case.has(BrokenWeights):
+    if first is None or survived(first, case.session) or not case.has(records.BrokenWeights):
         return
     yield Found(
         _Unguarded.STEPPED,
@@ -336,7 +327,7 @@ def _stepped_beside_scaler(case: Case) -> Iterator[Found]:
 
     False alarms: None is known: the gradients were neither replaced nor written in between.
     """
-    found = list(case.recorded(SteppedBesideScaler))
+    found = list(case.recorded(records.SteppedBesideScaler))
     skipped = [each for each in found if each.skipped]
     if not found:
         return
@@ -355,7 +346,7 @@ def _stepped_beside_scaler(case: Case) -> Iterator[Found]:
 
 def replaced(case: Case) -> list[str]:
     """Return the weights whose gradients held infinities or NaNs that were made finite before the optimizer's step."""
-    measured = [name for found in case.recorded(ReplacedBeforeStep) for name in found.names]
+    measured = [name for found in case.recorded(records.ReplacedBeforeStep) for name in found.names]
     return list(dict.fromkeys(measured)) or _replaced_in_backward(case)
 
 

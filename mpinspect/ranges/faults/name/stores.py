@@ -7,24 +7,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mpinspect.numeric.formats import FORMATS
+from mpinspect.ranges import records
 from mpinspect.ranges.analysis.precision import SQUARES
 from mpinspect.ranges.faults.name.case import SIGNIFICAND_BITS, Case, FP32Weights
 from mpinspect.ranges.faults.name.dtypes import Loaded
 from mpinspect.ranges.faults.name.fault import Fault, Found
 from mpinspect.ranges.faults.name.operators import found_at
 from mpinspect.ranges.kinds import UPDATE, WEIGHT
-from mpinspect.ranges.records import (
-    Accumulation,
-    FlushedState,
-    LostFactor,
-    LostSquares,
-    MastersOverwritten,
-    MastersStale,
-    ParametersCast,
-    ReturnedWeights,
-    UpdateEffect,
-    WeightGrowth,
-)
 from mpinspect.ranges.session import Event, OptimizerRecord
 from mpinspect.ranges.windows.tensors import NO_LOST_UPDATES, LostUpdates, TensorKey
 from mpinspect.reporting.sentences import Sentences
@@ -84,7 +73,7 @@ class _Since(Sentences):
 
 def _converted(case: Case) -> tuple[_Since | None, dict[str, object]]:
     """Return the sentence on weights that were in a wider dtype for an earlier optimizer, and its words; None without any."""
-    cast = next((each for each in case.recorded(ParametersCast) if each.is_new_optimizer), None)
+    cast = next((each for each in case.recorded(records.ParametersCast) if each.is_new_optimizer), None)
     if cast is None:
         return None, {}
     words = {"last_before": cast.step - 1, "since": cast.step, "count": cast.count, "before": cast.dtypes[0]}
@@ -200,7 +189,7 @@ def _effect_of_rounded(case: Case) -> float | None:
 
     A step that was computed twice stands for all up to the next one.
     """
-    found = list(case.recorded(UpdateEffect))
+    found = list(case.recorded(records.UpdateEffect))
     steps = sorted({each.step for each in found})
     spans = dict(zip(steps, (end - step for step, end in pairwise((*steps, case.progress.steps))), strict=True))
     exact = sum(each.exact * spans[each.step] for each in found)
@@ -340,7 +329,7 @@ def moments_flushed(case: Case) -> Iterator[Found]:
     exploded. An epsilon that is zero too has a finding of its own. The earlier FP16 of an FP32 state is inferred; it is an error
     if an update is 100 times the learning rate.
     """
-    if squares := [each for each in case.recorded(LostSquares) if each.largest >= _LARGEST_UPDATE]:
+    if squares := [each for each in case.recorded(records.LostSquares) if each.largest >= _LARGEST_UPDATE]:
         fix: Sentences = _Flushed.SAVE_WIDE
         code: Sentences = _Flushed.SAVE
         evidence = {}
@@ -357,12 +346,12 @@ def moments_flushed(case: Case) -> Iterator[Found]:
             is_grave=squares[0].largest >= _HUGE_UPDATE,
             is_inferred=True,
         )
-    found = [each for each in case.recorded(FlushedState) if each.flushed >= _LOST_TOLERANCE]
+    found = [each for each in case.recorded(records.FlushedState) if each.flushed >= _LOST_TOLERANCE]
     owners = {state: each for each in case.precision.optimizers for state in each.states}
     if not found or found[0].text not in owners or (found[0].text in SQUARES and any(epsilon_zero(case))):
         return
     state, optimizer = found[0].text, owners[found[0].text]
-    growth = next(case.recorded(WeightGrowth), None)
+    growth = next(case.recorded(records.WeightGrowth), None)
     yield Found.of(
         case,
         [each for each in found if each.text == state],
@@ -440,7 +429,7 @@ def _weight_decay_lost(case: Case) -> Iterator[Found]:
             is_inferred=bool(optimizer.compensation),
         )
         is_known = True
-    for lost in () if is_known else case.recorded(LostFactor):
+    for lost in () if is_known else case.recorded(records.LostFactor):
         words = {"lost": int(lost.lost)}
         is_mild = abs(1 - lost.factor) * case.progress.steps < _LITTLE_DECAY
         yield found_at(lost, _Decay.MEASURED, _Decay.IN_FP32, (), words, is_mild=is_mild)
@@ -551,7 +540,7 @@ def _masters_overwritten(case: Case) -> Iterator[Found]:
     False alarms: A loop that loads other weights on purpose, and sets the masters to them, is reported if it does so between two
     measured steps. That a copy overwrote FP32 weights is concluded from their values; for a single time the severity is info.
     """
-    every = list(case.recorded(MastersOverwritten))
+    every = list(case.recorded(records.MastersOverwritten))
     if found := [each for each in every if each.text]:
         says, fix, code = _Masters.BY_A_COPY, _Masters.FP32_COPY, _Masters.STASH
         if all(each.moved for each in found):
@@ -569,7 +558,7 @@ def _masters_stale(case: Case) -> Iterator[Found]:
 
     False alarms: Masters that are filled within the first step, from weights loaded on purpose, are reported.
     """
-    if found := list(case.recorded(MastersStale)):
+    if found := list(case.recorded(records.MastersStale)):
         yield Found.of(case, found, _Masters.STALE, _Masters.MAKE_AFTER_LOADING, _Masters.SET_TO_WEIGHTS)
 
 
@@ -594,7 +583,7 @@ def _returned_rounded(case: Case) -> Iterator[Found]:
     False alarms: The values are measured, of up to 256 elements of 64 weights. A model that is loaded from a checkpoint in 16
     bits for each training begins with the same weights, and is left out: some must have changed.
     """
-    for returned in case.recorded(ReturnedWeights):
+    for returned in case.recorded(records.ReturnedWeights):
         if _MOSTLY_AS_BEFORE <= returned.equal < 1:
             words = {"dtype": returned.text}
             yield Found.of(case, [returned], _Returned.ROUNDED, _Returned.CHANGES, _Returned.SENT, words=words)
@@ -614,7 +603,7 @@ def _accumulation_lost(case: Case) -> Iterator[Found]:
 
     False alarms: A micro-batch whose gradient really is negligible compared with the others' is reported too.
     """
-    found = [each for each in case.recorded(Accumulation) if each.nonzero > 0]
+    found = [each for each in case.recorded(records.Accumulation) if each.nonzero > 0]
     if not found:
         return
     # Each record of a worst tensor also has the sums over all parameters of its step; older files lack them.
