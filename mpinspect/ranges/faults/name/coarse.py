@@ -79,7 +79,7 @@ def _fp32_too_coarse(case: Case) -> Iterator[Found]:
         return
     for flushed in case.recorded(records.FlushedInFP32):
         code = _Coarse.SLOGDET.when(flushed.names[0] == "_linalg_det")
-        yield found_at(flushed, _Coarse.FLUSHES, _Coarse.LOGARITHMS, code or (), {"count": int(flushed.elements)})
+        yield found_at(flushed, _Coarse.FLUSHES, _Coarse.LOGARITHMS, code or ())
         return
     errors = of_learning_steps(each for each in case.recorded(records.GradientsError) if each.text == FLOAT32.name)
     for off in errors:
@@ -125,10 +125,7 @@ def _broken_in_fp32(case: Case) -> Iterator[Found]:
             fix,
             # In FP32 the result would be infinite again.
             _Coarse.DOUBLE.when(not is_beyond),
-            {
-                "count": int(broken.elements),
-                "in_fp64": expression(source.names[0], ".double()"),
-            },
+            {"in_fp64": expression(source.names[0], ".double()")},
             layer=layer,
             origin=origin,
             operator=source.names[0],

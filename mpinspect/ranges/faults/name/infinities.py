@@ -193,7 +193,6 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         fix,
         code,
         {
-            "count": int(born.elements),
             "first_place": first and first.place,
             "path": quoted(born.name),
             "at": _at(born, is_later),
@@ -213,12 +212,7 @@ def _infinite_in_model(case: Case, of_model: list[BornInfinite]) -> Iterator[Fou
         # A softmax, an exponential and a maximum take -inf as they take a large negative number.
         is_mild=first is None and bool(born.is_negative or born.is_unused),
         origin=origin,
-        before=[
-            *(() if origin else born.names[3:4]),
-            *(bound.names[5:] if bound else ()),
-            born.names[1],
-            *further,
-        ],
+        before=[*(() if origin else born.names[3:4]), *(bound.names[5:] if bound else ()), born.names[1], *further],
         step=step,
     )
 
@@ -238,8 +232,7 @@ def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iter
     # The weights that it steps on break the next forward.
     is_grave = any(event.forward_finite is False and event.step > (born.step or 0) for event in case.events)
     says = Born.BEYOND.when(born.largest) or Born.FROM_ROUNDED_INPUTS
-    words = {"count": int(born.elements), "at": _at(born, False)}
-    yield found_at(born, says, fix, Born.PLAIN, words, is_grave=is_grave)
+    yield found_at(born, says, fix, Born.PLAIN, {"at": _at(born, False)}, is_grave=is_grave)
 
 
 def _spoils_gradients(born: BornInfinite, case: Case) -> bool:
@@ -382,14 +375,11 @@ def _breaks_in_fp32_too(case: Case) -> Iterator[Found]:
             is_later, layer, step = beginning(alike, first)
             lowered = len({event.step for event in broken if event.skipped})
             tensor = operand_in(case.session.source_of(alike.names[1]), alike.names[0], alike.operand)
-            words = {"count": int(alike.elements), "given": int(alike.given), "lowered": lowered, "tensor": tensor}
+            words = {"given": int(alike.given), "lowered": lowered, "tensor": tensor}
             yield found_at(
                 alike,
                 (_Alike.TAKES.when(tensor) or _Alike.IN_FP32_TOO, Born.FIRST.when(is_later)),
-                (
-                    (_Alike.MAKER.when(tensor) or _Alike.INPUTS).when(first),
-                    InVain.NEW_SCALER.when(lowered > 1),
-                ),
+                ((_Alike.MAKER.when(tensor) or _Alike.INPUTS).when(first), InVain.NEW_SCALER.when(lowered > 1)),
                 (_Alike.SHOW_TENSOR.when(tensor) or _Alike.SHOW).when(first),
                 {**words, "at": _at(alike, is_later), "of_inputs": expression(alike.names[0], "")},
                 layer=layer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 
 from mpinspect.numeric.formats import FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FLOAT32, FORMATS
@@ -415,11 +416,10 @@ def _gradients_flush(case: Case) -> Iterator[Found]:
         # Steps of SGD are as small as the gradients.
         is_of_sum = not is_adaptive and (flushed.taken or 0.0) < MATTERS
         if flushed.taken is not None and flushed.names[1] not in divided and not is_of_sum:
-            words = {"count": int(flushed.elements)}
             emptied = flushed.emptied * is_adaptive
             is_grave = flushed.taken >= _MOSTLY or emptied >= _MOSTLY * (flushed.weights or 1)
             says = (_Taken.BECOME_ZERO, _Taken.EMPTIED.when(emptied))
-            yield found_at(flushed, says, _Taken.WIDER, _Taken.TO_BF16, words, is_grave=is_grave)
+            yield found_at(flushed, says, _Taken.WIDER, _Taken.TO_BF16, is_grave=is_grave)
 
 
 def _operator_flushes(case: Case) -> Iterator[Found]:
@@ -442,15 +442,14 @@ def _operator_flushes(case: Case) -> Iterator[Found]:
                 taken, code = _Flush.READ, _Flush.WIDE_SUM
             if is_of_log := any(flushed.names[3:]):
                 taken = _Flush.OF_LOGARITHM
-            words = {"count": int(flushed.elements)}
-            yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, () if is_of_log else code, words)
+            yield found_at(flushed, (_Flush.BECOMES_ZERO, taken), _Flush.IN_FP32, () if is_of_log else code)
 
 
 def _casts_flush(case: Case) -> Iterator[Found]:
     """Yield casts to FP8 without a scale, or with one scale for rows of very different magnitudes."""
     for flushed in by_place(case.recorded(FlushedResult), "flushed"):
         if flushed.text in _FP8_TYPES:
-            words = {"count": int(flushed.elements), "edge": FORMATS[flushed.text].flush_exponent}
+            words = {"edge": FORMATS[flushed.text].flush_exponent}
             says, fix, code = _Flush.CAST, _Flush.SCALE, _Flush.SCALED
             if flushed.rows:
                 says, fix, code = _Flush.ROWS, _Flush.SCALE_ROWS, _Flush.SCALED_ROWS
@@ -779,12 +778,8 @@ def _gradients_inaccurate(case: Case) -> Iterator[Found]:
     first = next((each for each in large if each.zeroed < _MOSTLY or (each.name and each.names[2] == "forward")), None)
     if first is None:
         return
-    others: tuple[LostSum | AbsorbedOperand | AmplifiedError, ...] = (
-        *case.recorded(LostSum),
-        *case.recorded(AbsorbedOperand),
-        *case.recorded(AmplifiedError),
-    )
-    if any(each.step == first.step and gradients_off(each)[0] for each in others):
+    kinds: tuple[type[LostSum | AbsorbedOperand | AmplifiedError], ...] = (LostSum, AbsorbedOperand, AmplifiedError)
+    if any(each.step == first.step and gradients_off(each)[0] for kind in kinds for each in case.recorded(kind)):
         return
     if any(each.step == first.step and each.did_harm for each in case.recorded(BornInfinite)):
         return
@@ -821,69 +816,44 @@ def _spoils_gradients(record: LostSum | AbsorbedOperand, case: Case) -> bool:
 
 #: The ids of findings that may follow from values that a cast to FP8 loses, or from an optimizer's that it loses.
 _OF_CASTS = ("gradients-all-zero", "result-is-rounding-error", "weights-exploded", "training-diverged")
+#: A fault that only a step computed twice can show, as all of these are.
+_checked_twice = partial(Fault, checked=TWICE)
 FAULTS = (
-    Fault("constant-is-one", "warning", _constant_is_one, (_One,), ("updates-lost",), checked=TWICE),
-    Fault(
+    _checked_twice("constant-is-one", "warning", _constant_is_one, (_One,), ("updates-lost",)),
+    _checked_twice(
         "gradients-flushed-before-step",
         "warning",
         _gradients_flush,
         (_Taken,),
         ("gradients-zeroed", "gradients-all-zero"),
         is_of_every_step=True,
-        checked=TWICE,
     ),
-    Fault(
+    _checked_twice(
         "kept-number-not-finite",
         "warning",
         _number_stays_broken,
         (_Stuck,),
         ("batch-not-finite", "non-finite-event", "breaks-in-fp32-too"),
-        checked=TWICE,
     ),
-    Fault(
-        "operator-flushes",
-        "warning",
-        _operator_flushes,
-        (_Flush,),
-        _OF_CASTS,
-        is_of_every_step=True,
-        checked=TWICE,
+    _checked_twice("operator-flushes", "warning", _operator_flushes, (_Flush,), _OF_CASTS, is_of_every_step=True),
+    _checked_twice(
+        "cast-saturates", "warning", _cast_saturates, (_Saturated, _Flush), _OF_CASTS, is_of_every_step=True
     ),
-    Fault(
-        "cast-saturates",
-        "warning",
-        _cast_saturates,
-        (_Saturated, _Flush),
-        _OF_CASTS,
-        is_of_every_step=True,
-        checked=TWICE,
+    _checked_twice("cast-overflows", "error", _cast_overflows, (_Overflows,), ("non-finite-event",)),
+    _checked_twice("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, Gradients), _OF_WRONG_GRADIENTS),
+    _checked_twice(
+        "addition-changes-nothing", "warning", _addition_changes_nothing, (_Absorbed, Gradients), _OF_WRONG_GRADIENTS
     ),
-    Fault("cast-overflows", "error", _cast_overflows, (_Overflows,), ("non-finite-event",), checked=TWICE),
-    Fault("sum-loses-terms", "warning", _sum_loses_terms, (_Sum, Gradients), _OF_WRONG_GRADIENTS, checked=TWICE),
-    Fault(
-        "addition-changes-nothing",
-        "warning",
-        _addition_changes_nothing,
-        (_Absorbed, Gradients),
-        _OF_WRONG_GRADIENTS,
-        checked=TWICE,
+    _checked_twice("buffer-stops-changing", "warning", _sum_stops, (_Kept,)),
+    _checked_twice(
+        "result-is-rounding-error", "warning", _rounding_error_left, (_Left, Gradients), _OF_WRONG_GRADIENTS
     ),
-    Fault("buffer-stops-changing", "warning", _sum_stops, (_Kept,), checked=TWICE),
-    Fault(
-        "result-is-rounding-error",
-        "warning",
-        _rounding_error_left,
-        (_Left, Gradients),
-        _OF_WRONG_GRADIENTS,
-        checked=TWICE,
-    ),
-    Fault(
+    _checked_twice(
         "gradients-inaccurate",
         "warning",
         _gradients_inaccurate,
         (_Inaccurate, Born),
         _OF_WRONG_GRADIENTS,
-        checked=TWICE,
         heading="Gradients or outputs are mostly rounding error",
     ),
 )

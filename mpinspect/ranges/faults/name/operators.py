@@ -104,7 +104,7 @@ def place_of(record: Record) -> dict[str, object]:
     operator, line, phase = record.names[:3]
     operator = operator_named(operator)
     module = record.name and module_named(record.name)
-    place = (module and module + bracketed(line)) or line or _OUTSIDE
+    place = in_words(record.name, line)
     if phase == "backward":
         place = f"the backward of {module or _OUTSIDE}{bracketed(line)}"
         operator = f"the gradient of {operator}" if line else operator
@@ -121,6 +121,11 @@ def place_of(record: Record) -> dict[str, object]:
         "dtype": record.text,
         "end": FORMATS[record.text].max_finite,
     }
+
+
+def in_words(path: str, line: str) -> str:
+    """Return a module and a line in words, as far as they are known."""
+    return (path and module_named(path) + bracketed(line)) or line or _OUTSIDE
 
 
 def optimizer_of(record: Record) -> str:
@@ -147,7 +152,8 @@ def found_at(
     before: Sequence[str] = (),
     **more: Any,
 ) -> Found:
-    """Return the occurrence that a record shows, at its operator; the sentences may use its figures and its place.
+    """Return the occurrence that a record shows, at its operator; the sentences may use its figures, its place, its step
+    ("measured") and the "count" of its elements.
 
     Args:
         origin: the earlier operator that it comes from, whose words begin with "origin"; None without one.
@@ -160,7 +166,8 @@ def found_at(
         evidence |= {"origin_operator": origin.names[0], "origin_line": origin.names[1]}
         earlier = {f"origin_{name}": value for name, value in place_of(origin).items()}
         before = [origin.names[1], *before]
-    words = {**place_of(record), **earlier, "measured": record.step, **(words or {})}
+    count = int(record.figures.get("elements", 0))
+    words = {**place_of(record), **earlier, "measured": record.step, "count": count, **(words or {})}
     more = {"layer": record.name, "step": record.step, "before": before, **more}
     return Found(says, evidence, words, fix, code, **more)
 

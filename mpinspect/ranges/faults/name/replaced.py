@@ -397,12 +397,7 @@ def _remedy(case: Case) -> tuple[_Replaced, _Replaced | tuple[()], dict[str, Any
     return _Replaced.REPAIR_OR_SKIP, _Replaced.SKIP, words
 
 
-_OF_BROKEN_WEIGHTS = (
-    "breaks-in-fp32-too",
-    "overflow-in-operator",
-    "input-rounded-away",
-    "non-finite-event",
-)
+_OF_BROKEN_WEIGHTS = ("breaks-in-fp32-too", "overflow-in-operator", "input-rounded-away", "non-finite-event")
 FAULTS = (
     Fault(
         "weights-broken-elsewhere",

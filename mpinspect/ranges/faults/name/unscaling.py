@@ -8,6 +8,7 @@ from typing import Any
 
 from mpinspect.ranges.faults.name.case import Case, is_power_of_two
 from mpinspect.ranges.faults.name.fault import TWICE, Fault, Found
+from mpinspect.ranges.faults.name.operators import in_words
 from mpinspect.ranges.records import (
     ChangedBeforeStep,
     ChangedWhileScaled,
@@ -20,7 +21,6 @@ from mpinspect.ranges.records import (
     UnscaledAgain,
     UnscaledNeverScaled,
 )
-from mpinspect.ranges.session import module_named
 from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import filled
 
@@ -175,7 +175,7 @@ def _limit_of_scaled(case: Case) -> Iterator[Found]:
         if mixed.text == "limit":
             by_place.setdefault((mixed.name, *mixed.names[:2]), []).append(mixed)
     for (name, operator, line), same in by_place.items():
-        words = {"operator": operator.strip("_"), "line": line or "code outside of modules"}
+        words = {"operator": operator.strip("_"), "line": in_words("", line)}
         says = _Limit.CLAMPED.when(operator.strip("_").startswith(("clamp", "_foreach_clamp"))) or _Limit.COMPARED
         fix, code = _Limit.AFTER_UNSCALING, _Unscale.CLIP_VALUE
         yield Found.of(case, same, says, fix, code, words=words, evidence={"line": line}, layer=name)
@@ -347,7 +347,7 @@ def _divided_in_float16(case: Case) -> Iterator[Found]:
     if found:
         first = found[0]
         by = filled("{}", first.factor and f"{first.factor:.3g}") or "a factor"
-        words = {"by": by, "line": first.text or "code outside of modules"}
+        words = {"by": by, "line": in_words("", first.text)}
         fix, code = _InHalf.FP32_FIRST, _InHalf.CONVERT
         is_grave = max(each.lost for each in found) >= _HALF
         yield Found.of(
@@ -384,7 +384,7 @@ def _asked_gradients_flushed(case: Case) -> Iterator[Found]:
     is_crowded = any(each.lost < 1 for each in found)
     if is_crowded or len({each.step for each in found}) >= _FEWEST_SILENT:
         line, name = found[0].text, found[0].name
-        words = {"line": line or "code outside of modules", "whose": filled(" of {!r}", name or None)}
+        words = {"line": in_words("", line), "whose": filled(" of {!r}", name or None)}
         says, fix = _Asked.FLUSHED.when(is_crowded) or _Asked.ALL_ZERO, (_Asked.MULTIPLY, _Asked.BY_THE_SCALE)
         yield Found.of(case, found, says, *fix, words=words, evidence={"line": line}, layer=name, is_inferred=True)
 
@@ -513,13 +513,10 @@ def _scaled_plus_unscaled(case: Case) -> Iterator[Found]:
         says, fix, code = _VARIANTS[mixed.text]
         if mixed.text == "optimizer" and (mixed.second or mixed.first) < 0:
             says, fix, code = _Mixed.TOO_SMALL, _Mixed.SCALE_EACH, _Mixed.BOTH_LOSSES
-        module = mixed.name and module_named(mixed.name)
-        place = f"{module} ({line})" if module and line else module or line or "code outside of modules"
-        too_large = mixed.loss_scale ** (mixed.second or mixed.first)
         words = {
-            "place": place,
+            "place": in_words(mixed.name, line),
             "parameters": parameters or [mixed.name],
-            "too_large": too_large,
+            "too_large": mixed.loss_scale ** (mixed.second or mixed.first),
             "line": line or "that",
             "parameter": mixed.name,
         }
