@@ -59,10 +59,8 @@ _CARRYING = (
 )
 _COMPARING = (aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge)
 
-#: Returns the dotted path of the running module.
-Where = Callable[[], str]
 #: Called with an operator's arguments and its result.
-Watcher = Callable[[tuple[Any, ...], dict[str, Any], Any, Where], None]
+Watcher = Callable[[tuple[Any, ...], Any], None]
 
 
 class _Rounded(NamedTuple):
@@ -86,11 +84,14 @@ class RoundedNumbers:
     or compared with each other. The results of an ``arange`` or ``cumsum`` are also recorded if compared with other numbers.
 
     Args:
+        module: returns the dotted path of the module that is running.
         is_old: returns whether a tensor's values were made before the step.
     """
 
-    def __init__(self, is_old: Callable[[torch.Tensor], bool] = lambda tensor: False) -> None:
-        self._is_old = is_old
+    def __init__(
+        self, module: Callable[[], str], is_old: Callable[[torch.Tensor], bool] = lambda tensor: False
+    ) -> None:
+        self._module, self._is_old = module, is_old
         #: The first numbers whose differences matter; their step is not set.
         self.found: Positions | None = None
         self._rounded: Marks[_Rounded] = Marks()
@@ -102,7 +103,7 @@ class RoundedNumbers:
             aten.arange: self._made,
             aten.cumsum: self._added_up,
             aten._to_copy: self._cast,
-            aten.copy_: lambda args, kwargs, result, where: self._cast(args[1:], kwargs, result, where),
+            aten.copy_: lambda args, result: self._cast(args[1:], result),
             **dict.fromkeys(_CARRYING, self._carried),
             **dict.fromkeys((aten.remainder, aten.fmod), self._scaled),
             **dict.fromkeys((aten.mul, aten.add), self._computed),
@@ -110,37 +111,37 @@ class RoundedNumbers:
             aten.div: self._divided,
             **dict.fromkeys((aten.mm, aten.bmm), self._multiplied),
             **dict.fromkeys((aten.sin, aten.cos), self._given_an_angle),
-            aten.polar: lambda args, kwargs, result, where: self._given_an_angle(args[1:], kwargs, result, where),
+            aten.polar: lambda args, result: self._given_an_angle(args[1:], result),
             **dict.fromkeys(_COMPARING, self._compared),
         }
 
     # -- where numbers are rounded -----------------------------------------------------------------------------------
 
-    def _made(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+    def _made(self, args: tuple[Any, ...], result: Any) -> None:
         if self._is_worth_reading(result, result):
             exact = torch.arange(*args, dtype=torch.float64, device=result.device)
-            self._look("arange", exact, result, result, where)
+            self._look("arange", exact, result, result)
 
-    def _added_up(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+    def _added_up(self, args: tuple[Any, ...], result: Any) -> None:
         terms, dim = args[:2]
         if self._is_worth_reading(terms, result) and _is_whole(terms):
             terms, sums = _part(terms, dim), _part(result, dim)
-            self._look("cumsum", terms.double().cumsum(dim), sums, result, where)
+            self._look("cumsum", terms.double().cumsum(dim), sums, result)
 
-    def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+    def _cast(self, args: tuple[Any, ...], result: Any) -> None:
         source = args[0]
         if not result.is_floating_point() and result.dtype != torch.bool:
-            self._given(source, where)
+            self._given(source)
         if self._of(source) is not None:
             if result.is_floating_point():
-                self._carried(args, kwargs, result, where)
+                self._carried(args, result)
             elif result.dtype != torch.bool:
                 self._used("become integers again", source)
         elif source.element_size() > 1 and self._is_worth_reading(source, result) and _is_whole(source):
             part = _part(source).double()
-            self._look("cast", part, part.to(result.dtype), result, where)
+            self._look("cast", part, part.to(result.dtype), result)
 
-    def _given(self, source: Any, where: Where) -> None:
+    def _given(self, source: Any) -> None:
         """Remember whole numbers that are too large for their format, and were rounded, if at all, before the step."""
         if not isinstance(source, torch.Tensor) or self._of(source) is not None:
             return
@@ -156,8 +157,7 @@ class RoundedNumbers:
             after = _representable(int(largest), dtype)
             stored = dtype is not source.dtype
             numbers = Positions(largest=largest, before=largest + 1, after=after, is_table=False, stored=stored)
-            numbers = replace(numbers, name=where(), text=dtype_name(dtype))
-            self._remember(source, _Rounded("", numbers, innermost_line(sys._getframe())))
+            self._remember(source, "", numbers, dtype)
 
     def _stored_in(self, source: torch.Tensor) -> torch.dtype:
         """Return the 16-bit dtype in which whole numbers in FP32 were once; FP32 if that is not certain."""
@@ -167,35 +167,32 @@ class RoundedNumbers:
                     return dtype
         return torch.float32
 
-    def _scaled(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+    def _scaled(self, args: tuple[Any, ...], result: Any) -> None:
         """Follow a phase or an angle; its whole numbers may have been made before the step."""
         for given in args[:2]:
-            self._given(given, where)
-        self._carried(args, kwargs, result, where)
+            self._given(given)
+        self._carried(args, result)
 
-    def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+    def _computed(self, args: tuple[Any, ...], result: Any) -> None:
         """Treat integers as cast if the other operand has 16 bits."""
         for given in args[:2]:
             if isinstance(given, torch.Tensor) and not given.is_floating_point():
-                self._cast((given,), kwargs, result, where)
-        self._scaled(args, kwargs, result, where)
+                self._cast((given,), result)
+        self._scaled(args, result)
 
-    def _subtracted(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
-        self._computed(args, kwargs, result, where)
+    def _subtracted(self, args: tuple[Any, ...], result: Any) -> None:
+        self._computed(args, result)
         self._used("are subtracted from each other", *args[:2])
 
-    def _divided(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+    def _divided(self, args: tuple[Any, ...], result: Any) -> None:
         """Follow dividends only: a rounded divisor does little harm."""
-        self._computed(args[:1], kwargs, result, where)
+        self._computed(args[:1], result)
 
-    def _look(
-        self, operator: str, exact: torch.Tensor, rounded: torch.Tensor, result: torch.Tensor, where: Where
-    ) -> None:
+    def _look(self, operator: str, exact: torch.Tensor, rounded: torch.Tensor, result: torch.Tensor) -> None:
         """Remember a result if rounding has made enough neighbours equal."""
         numbers = _collapsed(exact.flatten(), rounded.flatten())
         if numbers is not None:
-            numbers = replace(numbers, name=where(), text=dtype_name(result.dtype))
-            self._remember(result, _Rounded(operator, numbers, innermost_line(sys._getframe())))
+            self._remember(result, operator, numbers, result.dtype)
 
     def _is_worth_reading(self, source: Any, result: Any, dtypes: Collection[torch.dtype] = FIRST_LOST.keys()) -> bool:
         """Return whether values may be compared; subtract the cost from the remaining allowance.
@@ -222,7 +219,7 @@ class RoundedNumbers:
 
     # -- where they go -----------------------------------------------------------------------------------------------
 
-    def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+    def _carried(self, args: tuple[Any, ...], result: Any) -> None:
         """Remember the result of an operator with rounded numbers as an operand."""
         if not self._rounded:
             return
@@ -230,18 +227,18 @@ class RoundedNumbers:
         origins = filter(None, map(self._of, leaves(args)))
         origin = next((each for each in origins if each.hops < _MOST_HOPS), None)
         if origin is not None:
-            self._remember(result, origin._replace(hops=origin.hops + 1))
+            self._put(result, origin._replace(hops=origin.hops + 1))
 
-    def _multiplied(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+    def _multiplied(self, args: tuple[Any, ...], result: Any) -> None:
         """Follow outer products (of positions and frequencies), which add up no terms."""
         if args[0].shape[-1] == 1:
-            self._scaled(args, kwargs, result, where)
+            self._scaled(args, result)
 
-    def _given_an_angle(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
-        self._given(args[0], where)
+    def _given_an_angle(self, args: tuple[Any, ...], result: Any) -> None:
+        self._given(args[0])
         self._used("get a sine or cosine", args[0])
 
-    def _compared(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, where: Where) -> None:
+    def _compared(self, args: tuple[Any, ...], result: Any) -> None:
         operands = [each for each in args[:2] if isinstance(each, torch.Tensor) and each.numel() > 1]
         if len(operands) == 2:
             made = [each for each in operands if (origin := self._of(each)) is not None and origin.operator != "cast"]
@@ -261,7 +258,12 @@ class RoundedNumbers:
             return None
         return self._rounded.of(tensor)
 
-    def _remember(self, result: torch.Tensor, rounded: _Rounded) -> None:
+    def _remember(self, result: torch.Tensor, operator: str, numbers: Positions, dtype: torch.dtype) -> None:
+        """Remember a tensor of numbers that were rounded to a dtype, at the running module and line."""
+        numbers = replace(numbers, name=self._module(), text=dtype_name(dtype))
+        self._put(result, _Rounded(operator, numbers, innermost_line(sys._getframe())))
+
+    def _put(self, result: torch.Tensor, rounded: _Rounded) -> None:
         if result.is_floating_point() and result.numel() >= _FEWEST:
             self._rounded.put(result, rounded)
 
@@ -273,8 +275,8 @@ class StoredNumbers:
         module: returns the dotted path of the module that is running.
     """
 
-    def __init__(self, module: Where) -> None:
-        self._module, self._numbers = module, RoundedNumbers()
+    def __init__(self, module: Callable[[], str]) -> None:
+        self._numbers = RoundedNumbers(module)
         # Numbers that an operator rounds now have a judgement of their own.
         rounding = (aten.arange, aten.cumsum, aten.copy_)
         self._watchers = {each: watch for each, watch in self._numbers.watchers().items() if each not in rounding}
@@ -287,7 +289,7 @@ class StoredNumbers:
         if watch is None or is_number or call.in_optimizer or not is_in_forward() or is_capturing():
             return
         try:
-            watch(call.args, call.kwargs, result, self._module)
+            watch(call.args, result)
         except Exception:
             self._watchers = {}
 

@@ -158,7 +158,7 @@ class SecondComputation(Recomputation):
         self._casts = CachedCasts(self._parameters)
         self._divided = DividedGradients(self._parameters)
         self._flushes = Flushes()
-        self._numbers = RoundedNumbers(self._kept.is_old)
+        self._numbers = RoundedNumbers(module, self._kept.is_old)
         #: Functions that read whole numbers, by operator.
         self._readers = self._numbers.watchers()
         #: The dtype of the last operator that had one of fewer than 32 bits.
@@ -327,7 +327,7 @@ class SecondComputation(Recomputation):
         if read is None or torch._C._current_autograd_node() is not None:
             return
         try:
-            read(*pending.given, result, self._module)
+            read(pending.given[0], result)
         except Exception as error:
             self._readers = {}
             self.skipped[f"the search for rounded numbers ({error!r})"] += 1
