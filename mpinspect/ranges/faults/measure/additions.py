@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums
-from mpinspect.ranges.faults.measure.operands import Pending, summands
+from mpinspect.ranges.faults.measure.operands import Judged, Pending, summands
 from mpinspect.ranges.faults.measure.twins import Marks
 from mpinspect.ranges.records import AbsorbedOperand
 from mpinspect.runtime.user_line import innermost_line
@@ -65,11 +65,10 @@ class RunningSums:
         self._behind: Marks[_RunningSum] = Marks()
         self._sums: dict[str, tuple[AbsorbedOperand, list[_RunningSum]]] = {}
 
-    def follow(
-        self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], describe: Callable[..., Any]
-    ) -> None:
+    def follow(self, judged: Judged) -> None:
         """Add an addition to the running sum that it continues, or begin one."""
-        given, line = pending.given[0][:2], innermost_line(pending.frame)
+        pending, value = judged.pending, judged.value
+        given, line = judged.args[:2], innermost_line(pending.frame)
         if not line or value.numel() > _MOST_ELEMENTS:
             return
         sums = ((each, self._sum_of.of(each)) for each in given if isinstance(each, torch.Tensor))
@@ -78,11 +77,11 @@ class RunningSums:
             found = _RunningSum(line)
         else:
             if not found.times:
-                at_line = self._sums.get(line) or (describe(AbsorbedOperand, error=0.0, unchanged=0.0), [])
+                at_line = self._sums.get(line) or (judged.describe(AbsorbedOperand, error=0.0, unchanged=0.0), [])
                 at_line[1].append(found)
                 self._sums[line] = at_line
             # An operator in place has overwritten the sum as it was.
-            found.add(before if pending.old is None else pending.old, local(), value)
+            found.add(before if pending.old is None else pending.old, judged.local(), value)
         self._sum_of.put(value, found)
 
     def passed_on(self, given: Sequence[Any], value: torch.Tensor) -> None:
@@ -123,28 +122,20 @@ class Additions:
         self._kept = kept
         self.sums = RunningSums()
 
-    def judge(
-        self,
-        pending: Pending,
-        value: torch.Tensor,
-        local: Callable[[], torch.Tensor],
-        describe: Callable[..., AbsorbedOperand],
-    ) -> tuple[AbsorbedOperand, torch.Tensor] | None:
-        """Return the record of an addition that loses most of an operand, and the error of its result. Waits for the device.
+    def judge(self, judged: Judged) -> tuple[AbsorbedOperand, torch.Tensor] | None:
+        """Return the record of an addition in 16 bits that loses most of an operand, and the error of its result.
 
-        Args:
-            value: the addition's result in 16 bits.
-            local: returns the exact sum of the operands as they are, in FP32.
-            describe: makes a record of a class at this line, with figures.
+        Waits for the device.
         """
+        pending, value, _, local, describe = judged
         is_in_place = pending.func._schema.is_mutable
-        given = pending.given[0][:2]
+        given = judged.args[:2]
         if is_in_place and pending.node is None and self._kept.keeps(given[0]):
             return None
-        self.sums.follow(pending, value, local, describe)
+        self.sums.follow(judged)
         is_small = value.numel() < _FEWEST
         if is_small and not is_in_place and pending.node is None:
-            self._keeps_sum(pending, value, local, describe)
+            self._keeps_sum(judged)
         if is_small or (not is_in_place and (not _are_alike(given, value) or _are_comparable(pending, value))):
             # A small number, as against a division by zero, may be lost; a running sum in place may not.
             return None
@@ -163,16 +154,14 @@ class Additions:
         size = least / value.numel() ** 0.5
         return describe(AbsorbedOperand, error=error / least, unchanged=unchanged, size=size), off
 
-    def _keeps_sum(
-        self, pending: Pending, value: torch.Tensor, local: Callable[[], torch.Tensor], describe: Callable[..., Any]
-    ) -> None:
+    def _keeps_sum(self, judged: Judged) -> None:
         """Judge a result of few elements that may replace a kept sum: it is not a tensor of the script's own yet."""
-        given = pending.given[0][:2]
-        if not any(map(self._kept.keeps, given)) or len(operands := summands(pending, local())) != 2:
+        given = judged.args[:2]
+        if not any(map(self._kept.keeps, given)) or len(operands := summands(judged.pending, judged.local())) != 2:
             return
         by_size = sorted(zip(operands, given, strict=True), key=lambda each: float(each[0].abs().max()))
         if self._kept.keeps(by_size[1][1]):
-            self._kept.added(value, by_size[1][0], by_size[0][0], describe)
+            self._kept.added(judged.value, by_size[1][0], by_size[0][0], judged.describe)
 
 
 def _are_alike(operands: Sequence[Any], value: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from mpinspect.ranges.capture.graph import dtype_of, walk
 from mpinspect.ranges.capture.tally import dtype_name
-from mpinspect.ranges.faults.measure.operands import CASTS, Pending, has_numbers, is_decision, is_in_forward, numbers_of
+from mpinspect.ranges.faults.measure.operands import CASTS, Judged, has_numbers, is_decision, is_in_forward, numbers_of
 from mpinspect.ranges.faults.measure.origins import Origins
 from mpinspect.ranges.faults.measure.recomputation import Makers, relative_error
 from mpinspect.ranges.faults.measure.twins import NARROW, OF_NARROW, Marks, is_finite
@@ -35,8 +35,6 @@ _WITHOUT_VALUES = frozenset({aten.ones_like, aten.zeros_like, aten.empty_like, a
 _REPLACING = frozenset({aten.nan_to_num, aten.nan_to_num_})
 #: Finite results of infinite operands are right up to this relative error, and up to this part of the largest element.
 _HARMLESS, _NEGLIGIBLE = 0.05, 2.0**-11
-
-_Describe = Callable[..., Any]
 
 
 @dataclass
@@ -134,28 +132,23 @@ class Broken:
             # A clamp may follow a replacement. Outside of the graph, gradients and weights are changed in place.
             self._harmful |= fate.records
 
-    def judge(
-        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: torch.Tensor, describe: _Describe
-    ) -> None:
-        """Record infinities and NaNs: which are of the precision, and which the exact computation has too.
-
-        Args:
-            value, twin, local: the operator's result, its exact value, and the exact result of the arguments as they are.
-            describe: makes a record of a class at this line.
-        """
+    def judge(self, judged: Judged) -> None:
+        """Record infinities and NaNs: which are of the precision, and which the exact computation has too."""
+        pending, value, twin, _, describe = judged
+        local = judged.local()
         broken, of = ~value.float().isfinite(), float(value.numel())
         born, of_precision = broken & local.isfinite(), broken & twin.isfinite()
         if not is_in_forward() and bool(of_precision.any()):
             reached = filter(None, map(self._fates.of, numbers_of(pending.given[0])))
             self._harmful.update(*(fate.records for fate in reached))
         if bool(born.any()) and value.dtype in OF_NARROW.narrow:
-            self._add(pending, value, born, float(local[born].abs().max()), describe)
+            self._add(judged, born, float(local[born].abs().max()))
         elif self.born:
             return
         elif bool(of_precision.any()):
             # What FP32 has too may be left out of its result alone, by the mask of a ReLU for instance.
             if not self._alike or all(map(is_finite, numbers_of(pending.given[0]))):
-                self._add(pending, value, of_precision, 0.0, describe)
+                self._add(judged, of_precision, 0.0)
         elif not self.is_exchanged and bool((broken & (value != -torch.inf)).any()):
             # Masks and logarithms of zero give -inf, which softmax and sums of exponentials take. An operator that overwrote its
             # input can't show it.
@@ -166,10 +159,9 @@ class Broken:
                 figures |= _broken_operand(pending.given[0])
             self._alike.append(describe(BrokenAlike, **figures))
 
-    def _add(
-        self, pending: Pending, value: torch.Tensor, where: torch.Tensor, largest: float, describe: _Describe
-    ) -> None:
+    def _add(self, judged: Judged, where: torch.Tensor, largest: float) -> None:
         """Record an infinity or NaN of the precision, with the operators before it that lead to it."""
+        pending, value = judged.pending, judged.value
         figures = {"elements": float(where.sum()), "of": float(value.numel()), "largest": largest}
         figures["is_negative"] = float(bool((value[where] == -torch.inf).all()))
         line, operands = "", numbers_of(pending.given[0])
@@ -183,7 +175,7 @@ class Broken:
                 names, figures["is_last"] = self._last_narrow(given), 1.0
         elif is_in_forward() and (near := self._origins.of_overflow(operands, largest)):
             names, figures["near"] = near.names, near.largest
-        record: BornInfinite = self._makers.placed(describe(BornInfinite, line, *names, **figures))
+        record: BornInfinite = self._makers.placed(judged.describe(BornInfinite, line, *names, **figures))
         self.born.append(record)
         if is_in_forward():
             before = self._fates.of(value) or _Fate(frozenset(), False)

@@ -22,7 +22,7 @@ from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.loaded_states import cast_to_half, was_loaded
 from mpinspect.ranges.capture.optimizers import states_of
 from mpinspect.ranges.faults.measure.measuring import Measuring, Sent
-from mpinspect.ranges.faults.measure.operands import is_in_forward
+from mpinspect.ranges.faults.measure.operands import Judged, is_in_forward
 from mpinspect.ranges.faults.measure.twins import ZERO_BUT_FOR_ROUNDING, Marks
 from mpinspect.ranges.records import (
     DividedInHalf,
@@ -148,26 +148,24 @@ class Flushes:
         #: The flushed results, and those computed from them, by storage.
         self._of: Marks[FlushedResult] = Marks()
 
-    def made(self, value: torch.Tensor, local: torch.Tensor, describe: Callable[..., FlushedResult]) -> None:
-        """Judge an operator's result. Waits for the device.
-
-        Args:
-            value: the result.
-            local: the exact result of the same inputs, in FP32.
-            describe: makes a record of a class at this line, with figures.
-        """
+    def made(self, judged: Judged) -> None:
+        """Judge an operator's result. Waits for the device."""
+        value = judged.value
         if value.dtype is not torch.float16:
             return
+        local = judged.local()
         flushed = (value == 0) & (local != 0)
         lost, of = int(flushed.sum()), int(torch.count_nonzero(local))
         if _is_most(lost, of):
             largest = float(local.abs().mul_(flushed).max())
-            record = describe(FlushedResult, flushed=lost / of, elements=float(of), largest=largest)
+            record: FlushedResult = judged.describe(
+                FlushedResult, flushed=lost / of, elements=float(of), largest=largest
+            )
             self.all.append(record)
             self._of.put(value, record)
 
     def cast(self, value: torch.Tensor, source: torch.Tensor, describe: Callable[..., FlushedResult]) -> None:
-        """Judge a cast of a tensor to FP8; arguments as of ``made``. Waits for the device.
+        """Judge a cast of a tensor to FP8; ``describe`` as of ``Judged``. Waits for the device.
 
         The rows of a gradient may differ by any factor: the large ones make the sum. Those of a forward's tensor count alike.
         """
@@ -188,7 +186,7 @@ class Flushes:
             self.casts[line] = _together([*filter(None, [self.casts.get(line)]), record])
 
     def clamped(self, source: torch.Tensor, bound: float, describe: Callable[..., SaturatedCast]) -> None:
-        """Judge a clamp of a tensor to -bound and bound; ``describe`` as of ``made``. Waits for the device."""
+        """Judge a clamp of a tensor to -bound and bound; ``describe`` as of ``Judged``. Waits for the device."""
         sizes = source.detach().float().abs()
         beyond, of = (sizes - bound).clamp_(min=0.0), float(sizes.sum())
         if math.isfinite(of) and float(beyond.sum()) >= _CUT * of > 0:

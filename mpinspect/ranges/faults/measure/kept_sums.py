@@ -12,6 +12,7 @@ import torch
 
 from mpinspect.ranges.capture.backward_scale import factor_of
 from mpinspect.ranges.capture.largest import is_plain
+from mpinspect.ranges.faults.measure.operands import Judged
 from mpinspect.ranges.faults.measure.twins import distance
 from mpinspect.ranges.records import AnyRecord, FrozenBuffer, GrowingSum, Record
 from mpinspect.runtime.storages import StorageReference, storage_key
@@ -59,7 +60,6 @@ NORMALISING = frozenset(
 _FAR, _BY_CHANCE, _STANDING = 0.1, 4.0, 0.25
 
 _Describe = Callable[..., Any]
-_Both = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Net(NamedTuple):
@@ -236,12 +236,11 @@ class KeptSums:
         """Remember that the script computes the rounding errors of a tensor's changes."""
         self._compensated.add(storage_key(kept))
 
-    def replaced(
-        self, value: torch.Tensor, kept: torch.Tensor, local: Callable[[], torch.Tensor], describe: _Describe
-    ) -> None:
+    def replaced(self, judged: Judged, kept: torch.Tensor) -> None:
         """Judge a new tensor that may replace the kept one that it is computed from. Waits for the device."""
+        value = judged.value
         if kept.dtype == value.dtype and kept.shape == value.shape and _mostly(value == kept):
-            self.cast_back(value, kept, local() - kept.float(), describe)
+            self.cast_back(value, kept, judged.local() - kept.float(), judged.describe)
 
     def normalised(self, args: tuple[Any, ...], results: Sequence[torch.Tensor], describe: _Describe) -> None:
         """Judge running statistics in 16 bits that a batch has updated: whether many stand still, far from those of the batch.
@@ -263,7 +262,7 @@ class KeptSums:
             if share >= _STANDING and float((away / unit)[stuck].square().mean().sqrt()) >= far:
                 record: FrozenBuffer = describe(FrozenBuffer, unchanged=share)
                 key = storage_key(running)
-                self._freeze(key, replace(record, names=(*record.names, self._names.get(key, ""))))
+                self._freeze(key, self._named(record, key))
 
     def _unchanged(
         self, value: torch.Tensor, before: torch.Tensor, change: torch.Tensor, key: int, describe: _Describe
@@ -297,20 +296,14 @@ class KeptSums:
             record = describe(GrowingSum, total=total, term=size, unit=unit, stops_at=stops_at)
             self._growing.append((StorageReference(value), self._named(record, storage_key(value))))
 
-    def averaged(
-        self, operator: Any, args: tuple[Any, ...], old: torch.Tensor | None, values: _Both, describe: _Describe
-    ) -> None:
-        """Judge the change of a decaying average by all operators so far. Waits for the device.
-
-        Args:
-            old: the first argument's old values, if the operator overwrites them.
-            values: the result, and the exact one of all arithmetic of the step.
-        """
-        value, twin = values
+    def averaged(self, judged: Judged) -> None:
+        """Judge the change of a decaying average by all operators so far. Waits for the device."""
+        operator, args, value, twin, old = judged.operator, judged.args, judged.value, judged.twin, judged.pending.old
         net = next((self._nets[key] for each in args[:2] if (key := _key(each)) in self._nets), None)
         if net is not None and operator in _ADDING and net.before.shape == value.shape:
             unchanged, key = float((value == net.before).float().mean()), net.kept.key
-            record = self._named(describe(FrozenBuffer, unchanged=unchanged, is_weight=key in self._weights), key)
+            is_weight = key in self._weights
+            record = self._named(judged.describe(FrozenBuffer, unchanged=unchanged, is_weight=is_weight), key)
             off, change = distance(value, twin), distance(net.before, twin)
             new = StorageReference(value)
             self._nets[storage_key(value)] = net._replace(new=new, record=record, off=off, change=change)

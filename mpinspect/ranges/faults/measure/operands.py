@@ -11,6 +11,7 @@ import torch
 from torch._C._autograd import _get_sequence_nr
 
 from mpinspect.ranges.faults.measure.twins import FP8, NARROW, OF_NARROW
+from mpinspect.ranges.records import Record
 from mpinspect.runtime.outputs import leaves
 from mpinspect.runtime.storages import storage_key
 
@@ -88,6 +89,39 @@ class Pending(NamedTuple):
     old: torch.Tensor | None
     frame: Any = None
     place: int | None = None
+
+
+class Judged(NamedTuple):
+    """An operator's first result, finite or not, that is compared with exact ones.
+
+    Args:
+        pending: the operator.
+        value: the result.
+        twin: the exact one of all arithmetic so far.
+        local: returns the exact result of the operator's arguments as they are.
+        describe: makes a record of a class at this line, with figures.
+    """
+
+    pending: Pending
+    value: torch.Tensor
+    twin: torch.Tensor
+    local: Callable[[], torch.Tensor]
+    describe: Callable[..., Any]
+
+    @property
+    def operator(self) -> Any:
+        """The operator, without its overload."""
+        return self.pending.func.overloadpacket
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """The operator's positional arguments, as they are."""
+        return self.pending.given[0]
+
+    def origin(self) -> tuple[str, ...]:
+        """Return the operator, its line, its module and the dtype of the result."""
+        record = self.describe(Record)
+        return *record.names[:2], record.name, record.text
 
 
 def single_operators(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]] | None:

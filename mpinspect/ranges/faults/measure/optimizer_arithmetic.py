@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from mpinspect.ranges.faults.measure.operands import (
     Pending,
     has_numbers,
     is_narrow,
-    local_result,
     narrow_storages,
 )
 from mpinspect.ranges.faults.measure.repeats import Repeats
@@ -204,9 +203,10 @@ class OptimizerArithmetic(SecondComputation):
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         operator = pending.func.overloadpacket
-        local = cache(partial(local_result, pending, twin))
+        judged = self._judged(pending, value, twin)
+        local = judged.local
         if not is_finite(value):
-            self._broken.judge(pending, value, twin, local(), partial(self._record, pending, value))
+            self._broken.judge(judged)
             return
         if value.dtype not in NARROW:
             return
@@ -215,11 +215,11 @@ class OptimizerArithmetic(SecondComputation):
             if operator in (aten.mul, aten.mul_):
                 self._compare_factor(pending, value, local())
         if not self._is_of_torch:
-            self._compare_kept(pending, value, twin, local)
+            self._compare_kept(judged)
         if operator in SUMS:
             self._compare_sum(pending, value, local())
         if not isinstance(value, torch.nn.Parameter):
-            self._flushes.made(value, local(), partial(self._record, pending, value))
+            self._flushes.made(judged)
         if operator in DIFFERENCES and _is_one_less_one(pending.given[0], value):
             self._found[RoundedConstant].append(self._record(pending, value, RoundedConstant))
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from mpinspect.numeric.exponents import ratio
+from mpinspect.ranges.faults.measure.operands import Judged, numbers_of
 from mpinspect.ranges.faults.measure.twins import Marks
 
 aten = torch.ops.aten
@@ -124,37 +125,25 @@ class Origins:
         near = max(filter(None, map(self._near.of, operands)), key=lambda each: each.gain, default=None)
         return near if near is not None and near.gain > largest / near.largest else None
 
-    def made(
-        self,
-        operator: torch._ops.OpOverload,
-        operands: list[torch.Tensor],
-        value: torch.Tensor,
-        twin: torch.Tensor,
-        local: Callable[[], torch.Tensor],
-        names: Callable[[], tuple[str, ...]],
-        is_sum: bool,
-    ) -> None:
+    def made(self, judged: Judged, is_sum: bool) -> None:
         """Attribute a finite result's error, and its size in FP16, to its operator or to those of its operands.
 
         Args:
-            operator: the operator.
-            operands: its tensors.
-            value, twin: its result, and the exact one.
-            local: returns its exact result for these operands.
-            names: returns those of ``Origin``.
-            is_sum: whether it adds up terms, whose errors average out, so that its own is not estimated.
+            judged: the result.
+            is_sum: whether its operator adds up terms, whose errors average out, so that its own is not estimated.
         """
+        operator, operands, value = judged.pending.func, numbers_of(judged.args), judged.value
         if value.dtype is torch.float16:
-            self._near.put(value, self._nearness(operands, value, names))
-        self._zeros.put(value, self._flushed_by(operands, value, twin, local, names))
-        error, measure = _error(value, twin), _measure(operator)
+            self._near.put(value, self._nearness(operands, judged))
+        self._zeros.put(value, self._flushed_by(operands, judged))
+        error, measure = _error(value, judged.twin), _measure(operator)
         if not error[measure]:
             self._errors.put(value, None)
             return
         known = list(filter(None, map(self._errors.of, operands)))
         squares = [each.error[measure] ** 2 for each in known]
         before = math.inf if is_sum else math.sqrt(sum(squares))
-        own = self._own(error, before, measure, value, local) if known else error[measure]
+        own = self._own(error, before, measure, judged) if known else error[measure]
         shares: defaultdict[tuple[str, ...], float] = defaultdict(float)
         for each, square in zip(known, squares, strict=True):
             shares[each.names] += ratio(each.share * square, sum(squares))
@@ -163,33 +152,25 @@ class Origins:
         share = shares[first] * (1 - part)
         # An earlier operator leads, unless it made far less: in FP32 it would make the later arithmetic FP32's, too.
         if part > 2 * share:
-            first, share = names(), part
+            first, share = judged.origin(), part
         elif known and measure != _OF_ALL and not operator._schema.is_mutable:
             # So this operator's own error is due to it as well: an element-wise result has the widest dtype of its operands.
             share += part
         self._errors.put(value, Origin(first, share, error))
 
-    def _flushed_by(
-        self,
-        operands: list[torch.Tensor],
-        value: torch.Tensor,
-        twin: torch.Tensor,
-        local: Callable[[], torch.Tensor],
-        names: Callable[[], tuple[str, ...]],
-    ) -> tuple[str, ...] | None:
+    def _flushed_by(self, operands: list[torch.Tensor], judged: Judged) -> tuple[str, ...] | None:
         """Return the names of the first operator that flushed an element which is still zero; None without one."""
         before = next(filter(None, map(self._zeros.of, operands)), None)
-        if before is None and value.dtype is not torch.float16:
+        if before is None and judged.value.dtype is not torch.float16:
             return None
-        lost = (value == 0) & (twin != 0)
+        lost = (judged.value == 0) & (judged.twin != 0)
         if not bool(lost.any()):
             return None
-        return before or (names() if bool(local()[lost].any()) else None)
+        return before or (judged.origin() if bool(judged.local()[lost].any()) else None)
 
-    def _own(
-        self, error: Error, before: float, measure: int, value: torch.Tensor, local: Callable[[], torch.Tensor]
-    ) -> float:
+    def _own(self, error: Error, before: float, measure: int, judged: Judged) -> float:
         """Return the error that an operator makes itself: estimated, unless that of its operands grows or shrinks far."""
+        value = judged.value
         if value.dtype not in self._rounding:
             return 0.0
         relative, least = self._rounding[value.dtype]
@@ -197,16 +178,14 @@ class Origins:
         rounding, total = relative * size + least, error[measure]
         if before / 2 < total < _EXPLAINED * math.hypot(before, rounding):
             return min(rounding, math.sqrt(max(total**2 - before**2, 0.0)))
-        return _error(value, local())[measure]
+        return _error(value, judged.local())[measure]
 
-    def _nearness(
-        self, operands: list[torch.Tensor], value: torch.Tensor, names: Callable[[], tuple[str, ...]]
-    ) -> Near | None:
-        largest = _largest(value)
+    def _nearness(self, operands: list[torch.Tensor], judged: Judged) -> Near | None:
+        largest = _largest(judged.value)
         if largest < _NEAR:
             return None
         before = next(filter(None, map(self._near.of, operands)), None)
-        return before or Near(names(), largest, largest / max([1.0, *map(_largest, operands)]))
+        return before or Near(judged.origin(), largest, largest / max([1.0, *map(_largest, operands)]))
 
 
 def _measure(operator: torch._ops.OpOverload) -> int:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -28,7 +28,6 @@ from mpinspect.ranges.faults.measure.operands import (
     DIFFERENCES,
     Pending,
     is_narrow,
-    local_result,
     mutated_by,
     numbers_of,
     summands,
@@ -153,12 +152,11 @@ class PreparedTensors(Recomputation):
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
         operator, operands = pending.func.overloadpacket, numbers_of(pending.given[0])
-        local = cache(partial(local_result, pending, twin))
+        judged = self._judged(pending, value, twin)
         if is_finite(value):
-            origin = partial(self._origin, pending, value)
-            self._origins.made(pending.func, operands, value, twin, local, origin, operator in SUMS)
+            self._origins.made(judged, is_sum=operator in SUMS)
             if operator in ADDITIONS and value.dtype in NARROW:
-                self._sums.follow(pending, value, local, partial(self._record, pending, value))
+                self._sums.follow(judged)
         else:
             self._origins.passed_on(operands, [value])
         if self._is_of_fp32:
@@ -172,10 +170,10 @@ class PreparedTensors(Recomputation):
             line[:] = max(line[0], times), *map(sum, zip(line[1:], (1, of, unchanged), strict=True))
         broken = flushed = None
         if not is_finite(value) and is_finite(twin):
-            broken = self._earlier(self._breaking, pending) or self._origin(pending, value)
+            broken = self._earlier(self._breaking, pending) or judged.origin()
         # A sum or a difference of other numbers is zero in exact arithmetic as well.
-        elif bool(((value == 0) & (local() != 0)).any()):
-            flushed = self._origin(pending, value)
+        elif bool(((value == 0) & (judged.local() != 0)).any()):
+            flushed = judged.origin()
         self._breaking.put(value, broken)
         self._flushing.put(value, self._earlier(self._flushing, pending) or flushed)
 

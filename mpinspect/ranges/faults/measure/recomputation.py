@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -26,6 +27,7 @@ from mpinspect.ranges.faults.measure.growth import Growth
 from mpinspect.ranges.faults.measure.operands import (
     CASTS,
     SCALED_PRODUCTS,
+    Judged,
     Pending,
     clamps_for,
     has_numbers,
@@ -33,6 +35,7 @@ from mpinspect.ranges.faults.measure.operands import (
     is_in_forward,
     is_opaque,
     is_strange,
+    local_result,
     mapped,
     mutated_by,
     node_of,
@@ -377,10 +380,11 @@ class Recomputation:
         dtype = passed_through(rounded) if rounded in FP8 else str(rounded).removeprefix("torch.")
         return kind(**{"name": module, "names": names, "text": dtype, **figures})
 
-    def _origin(self, pending: Pending, result: torch.Tensor) -> tuple[str, ...]:
-        """Return the operator, line, module and dtype of a result."""
-        record = self._record(pending, result, Record)
-        return *record.names[:2], record.name, record.text
+    def _judged(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> Judged:
+        """Return a result to be compared with exact ones."""
+        # An operator that overwrites its arguments can be run again only once.
+        local = cache(partial(local_result, pending, twin))
+        return Judged(pending, value, twin, local, partial(self._record, pending, value))
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

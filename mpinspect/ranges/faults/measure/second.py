@@ -14,7 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from mpinspect.ranges.faults.measure.operands import (
     ADDITIONS,
     CASTS,
     DIFFERENCES,
+    Judged,
     Pending,
     clamps_for,
     divisor_of,
@@ -42,7 +43,6 @@ from mpinspect.ranges.faults.measure.operands import (
     is_cast_to_fp8,
     is_in_forward,
     is_integer,
-    local_result,
     narrow_storages,
     numbers_of,
     saturates,
@@ -335,14 +335,12 @@ class SecondComputation(Recomputation):
     # -- comparing --------------------------------------------------------------------------------------------------
 
     def _compare(self, pending: Pending, value: torch.Tensor, twin: torch.Tensor) -> None:
-        operator = pending.func.overloadpacket
-        # An operator that overwrites its arguments can be run again only once.
-        local = cache(partial(local_result, pending, twin))
+        operator, judged = pending.func.overloadpacket, self._judged(pending, value, twin)
         is_rounded = value.dtype in NARROW and is_in_forward()
         if is_in_forward():
             self._edges.ran(pending, value, partial(self._record, pending))
         if not is_finite(value):
-            self._broken.judge(pending, value, twin, local(), partial(self._record, pending, value))
+            self._broken.judge(judged)
             if is_in_forward():
                 # A mask's infinities hide no error of the other elements.
                 self._origins.passed_on(numbers_of(pending.given[0]), [value])
@@ -358,20 +356,18 @@ class SecondComputation(Recomputation):
         # A merge of trained adapters into weights that persist has a node.
         is_kept = pending.old is not None and self._kept.keeps(pending.given[0][0])
         if is_in_forward() and (pending.node is None or is_kept):
-            self._follow_flushed(pending, value, twin, local)
+            self._follow_flushed(judged)
             if is_rounded:
-                self._compare_kept(pending, value, twin, local)
+                self._compare_kept(judged)
         if operator in _CARRYING_SUMS:
             self._additions.sums.passed_on(pending.given[0], value)
         if operator in SUMS and value.dtype in NARROW:
-            self._compare_sum(pending, value, local())
+            self._compare_sum(pending, value, judged.local())
         if is_in_forward():
-            operands, origin = numbers_of(pending.given[0]), partial(self._origin, pending, value)
-            self._origins.made(pending.func, operands, value, twin, local, origin, operator in SUMS)
+            self._origins.made(judged, is_sum=operator in SUMS)
         if operator in _AMPLIFYING:
             if operator in ADDITIONS and is_rounded:
-                describe = partial(self._record, pending, value)
-                lost = self._additions.judge(pending, value, local, describe)
+                lost = self._additions.judge(judged)
                 if lost is not None:
                     self._add(pending, self._with_inherited(pending, lost[0]), lost[1])
             compared = value, twin
@@ -385,19 +381,17 @@ class SecondComputation(Recomputation):
             if compared[0].numel() >= _FEWEST_OF_ONE:
                 self._compare_errors(pending, value, twin, relative_error(*compared))
 
-    def _follow_flushed(
-        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
-    ) -> None:
+    def _follow_flushed(self, judged: Judged) -> None:
         """Follow values that FP16 has flushed into tensors that persist from step to step, sums, or logarithms."""
-        args, operator = pending.given[0], pending.func.overloadpacket
-        is_kept = pending.func._schema.is_mutable and self._kept.keeps(args[0])
+        args, operator, value = judged.args, judged.operator, judged.value
+        is_kept = judged.pending.func._schema.is_mutable and self._kept.keeps(args[0])
         if is_kept or operator in _PASSING | _LOGARITHMS:
             taker = operator.__name__ * (operator in _LOGARITHMS)
             self._flushes.passed_on(leaves(args[is_kept:]), value, is_kept, taker)
         elif operator in ADDITIONS:
-            self._flushes.added(args[:2], value, twin)
+            self._flushes.added(args[:2], value, judged.twin)
         if value.dtype is torch.float16 and not is_kept:
-            self._flushes.made(value, local(), partial(self._record, pending, value))
+            self._flushes.made(judged)
 
     def _compare_cast(self, pending: Pending, value: torch.Tensor) -> None:
         """Record the first cast to FP8 and a module's first one that nothing bounds, and judge each, also of a backward."""
@@ -426,22 +420,19 @@ class SecondComputation(Recomputation):
         pending = Pending(func, (args, {}), None, None, (args, {}), None, False, None, None)
         return partial(self._record, pending, next(iter(args), None))
 
-    def _compare_kept(
-        self, pending: Pending, value: torch.Tensor, twin: torch.Tensor, local: Callable[[], torch.Tensor]
-    ) -> None:
+    def _compare_kept(self, judged: Judged) -> None:
         """Judge a change of a tensor that persists from step to step."""
-        args, operator = pending.given[0], pending.func.overloadpacket
+        args, operator, value = judged.args, judged.operator, judged.value
         if arrives(operator, args, value.dtype):
             return
-        describe = partial(self._record, pending, value)
-        self._kept.averaged(operator, args, pending.old, (value, twin), describe)
-        if pending.old is not None and self._kept.keeps(args[0]):
-            before, change = summands(pending, local())
-            self._kept.changed(value, before, change, describe)
+        self._kept.averaged(judged)
+        if judged.pending.old is not None and self._kept.keeps(args[0]):
+            before, change = summands(judged.pending, judged.local())
+            self._kept.changed(value, before, change, judged.describe)
         elif operator in CHANGING:
             for kept in args[: 1 + (operator is aten.mul)]:
                 if self._kept.keeps(kept):
-                    self._kept.replaced(value, kept, local, describe)
+                    self._kept.replaced(judged, kept)
 
     def _compare_sum(self, pending: Pending, value: torch.Tensor, local: torch.Tensor) -> None:
         """Record a sum that has lost terms."""
