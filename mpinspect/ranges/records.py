@@ -788,30 +788,27 @@ class NearestEnd(Record, kind="second-nearest-end"):
     largest: float
 
 
-class BrokenInFP32(Record, kind="second-broken-in-fp32"):
-    """The first operator with a result in FP32 that is infinite or NaN where that of a computation in FP64 is finite.
+class LostInFP32(Record):
+    """Elements of a result that FP32 loses and FP64 does not.
 
     Args:
-        elements: the number of such elements.
+        elements: their number.
         largest: their largest magnitude in FP64.
+    """
+
+    elements: float
+    largest: float
+
+
+class BrokenInFP32(LostInFP32, kind="second-broken-in-fp32"):
+    """The first operator with a result in FP32 that is infinite or NaN where that of a computation in FP64 is finite.
 
     The names from the fifth on are the operator, line, module and dtype where FP32's errors had grown most before, if they had.
     """
 
-    elements: float
-    largest: float
 
-
-class FlushedInFP32(Record, kind="second-flushed-in-fp32"):
-    """The first operator with a gradient whose result is zero throughout in FP32, and not in FP64.
-
-    Args:
-        elements: the number of its elements.
-        largest: their largest magnitude in FP64.
-    """
-
-    elements: float
-    largest: float
+class FlushedInFP32(LostInFP32, kind="second-flushed-in-fp32"):
+    """The first operator with a gradient whose result is zero throughout in FP32, and not in FP64."""
 
 
 class UpdatesLostInFP32(Record, kind="second-fp32-updates"):

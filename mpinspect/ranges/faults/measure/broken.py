@@ -185,7 +185,7 @@ class Broken:
 
     def _last_narrow(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """Return the operator, line, module and dtype of the last operator in 16 bits before some tensors; () if unknown."""
-        for node in walk([each.grad_fn for each in tensors if each.grad_fn is not None], _MOST_NODES):
+        for node in walk((each.grad_fn for each in tensors), _MOST_NODES):
             dtype, maker = dtype_of(node), self._makers.of(node)
             if dtype in NARROW and maker is not None:
                 return *maker, "", dtype_name(dtype)

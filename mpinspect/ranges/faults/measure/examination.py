@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -61,8 +62,6 @@ _GROWN = 16.0
 _MOST_COMPARED = 16
 #: Weights are also compared when a finite loss exceeds the first one by this factor.
 _LOSS_GROWN = 100.0
-#: The least magnitude that FP16 rounds to infinity.
-_OVERFLOW = 65520.0
 #: Modules whose output is finite if their input is and their weight is zero, unless code of their own divides by the weight.
 _PRODUCTS = (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 #: The records of singular operations, by their kind.
@@ -184,9 +183,7 @@ class Examination(Examining):
         self._grown: set[tuple[str, bool]] = set()
         self._first_loss: float | None = None
         #: Each group's learning rate in the last step, and its initial one if a scheduler has recorded it.
-        self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, float]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._rates: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, float]]] = WeakKeyDictionary()
         #: Number of comparisons of the weights that a grown loss has caused.
         self._compared = 0
 
@@ -445,7 +442,7 @@ class Examination(Examining):
             if not is_plain(tensor) or self._is_of_a_model(tensor):
                 continue
             magnitudes = tensor.abs()
-            beyond = (magnitudes >= _OVERFLOW) & magnitudes.isfinite()
+            beyond = (magnitudes >= FLOAT16.overflow_edge) & magnitudes.isfinite()
             if bool(beyond.any()):
                 self._outliers += 1
                 largest = float(magnitudes[beyond].max())

@@ -295,7 +295,7 @@ class AskedGradients(Measuring):
     ) -> None:
         """Read gradients that ``torch.autograd.grad`` has returned."""
         found = [(str(number), each) for number, each in enumerate(gradients) if is_plain(each) and each.numel()]
-        nodes = walk([each.grad_fn for each in outputs if each.grad_fn is not None], _MOST_NODES)
+        nodes = walk((each.grad_fn for each in outputs), _MOST_NODES)
         if found and any(_is_half(node) for node in nodes):
             line = innermost_line(sys._getframe(1))
             known = {id(watched.parameter): watched.name for watched in self._parameters}

@@ -319,7 +319,8 @@ class HandedOver(Measuring):
         missing: dict[str, list[str]] = {}
         for watched in self._parameters:
             if watched.parameter.requires_grad and watched.name in never:
-                missing.setdefault(self._how_called(watched.owner), []).append(watched.name)
+                how = _HOW_CALLED[self._called.get(watched.owner)] if self._called else "unknown"
+                missing.setdefault(how, []).append(watched.name)
         for how, names in missing.items():
             self._record_names(MissingGradients(step=step, names=tuple(names), of=of, **{how: True}))  # type: ignore[arg-type]
         left_out = [watched for watched in self._parameters if watched.name in only_ever]
@@ -375,12 +376,6 @@ class HandedOver(Measuring):
         for record in found:
             if record.names:
                 self._record_names(replace(record, step=step))
-
-    def _how_called(self, module: str) -> str:
-        """Return how a module was called in the observed steps: the name of a flag of ``MissingGradients``."""
-        if not self._called:
-            return "unknown"
-        return _HOW_CALLED[self._called.get(module)]
 
     def _add(self, moment: str, parameters: Iterable[WatchedParameter]) -> None:
         """Add an optimizer's gradients to the record of a moment."""

@@ -12,7 +12,7 @@ import torch
 
 from mpinspect.ranges.capture.backward_scale import factor_of
 from mpinspect.ranges.capture.largest import is_plain
-from mpinspect.ranges.faults.measure.operands import Judged
+from mpinspect.ranges.faults.measure.operands import SCALING, SUBTRACTIONS, Judged
 from mpinspect.ranges.faults.measure.twins import distance
 from mpinspect.ranges.records import AnyRecord, FrozenBuffer, GrowingSum, Record
 from mpinspect.runtime.storages import StorageReference, storage_key
@@ -34,10 +34,8 @@ CHANGING_IN_PLACE = frozenset(
     }
 )
 CHANGING = frozenset({aten.mul, aten.div, aten.lerp, aten.addcmul, aten.addcdiv, aten.pow})
-#: Operators that decay a tensor, and those that add new values to it afterwards.
-_DECAYING = frozenset({aten.mul, aten.mul_, aten.div, aten.div_})
+#: Operators that add new values to a tensor after its decay.
 _ADDING = frozenset({aten.add, aten.add_, aten.sub, aten.sub_, aten.addcmul, aten.addcmul_, aten.clone})
-_DIFFERENCES = frozenset({aten.sub, aten.sub_, aten.rsub})
 _CARRYING = _BOUNDING | CHANGING | {aten.add, aten.sub, aten.clone}
 #: The least share of elements that an operator leaves unchanged, of those that it changes in FP32.
 _UNCHANGED = 0.5
@@ -172,7 +170,7 @@ class KeptSums:
         """Follow the error of a compensated sum (Kahan's): a difference of an old copy and the sum that another one keeps."""
         keys, made = set(map(_key, args[:2])), set(map(storage_key, results))
         sums = keys & self._changed
-        if operator in _DIFFERENCES and sums and keys & self._moved:
+        if operator in SUBTRACTIONS and sums and keys & self._moved:
             self._compensated |= made | sums
         elif operator in CHANGING_IN_PLACE and keys & self._compensated:
             self._compensated |= made
@@ -307,7 +305,7 @@ class KeptSums:
             off, change = distance(value, twin), distance(net.before, twin)
             new = StorageReference(value)
             self._nets[storage_key(value)] = net._replace(new=new, record=record, off=off, change=change)
-        elif operator in _DECAYING and (kept := next(filter(self._is_average, args[:2]), None)) is not None:
+        elif operator in SCALING and (kept := next(filter(self._is_average, args[:2]), None)) is not None:
             other = args[1] if kept is args[0] else args[0]
             factor = factor_of(operator.__name__.rstrip("_"), other)
             if factor is None or not 0 < factor < 1:

@@ -42,9 +42,8 @@ def operations(starts: Iterable[Any], ends: Collection[int], products: Collectio
         ends: the sequence numbers of the nodes that made modules' outputs.
         products: the sequence numbers of the nodes that multiplied losses by a scale, which are left out.
     """
-    given = [each for each in starts if each is not None]
     # It ends at modules' outputs, except scalars.
-    code = walk(given, _MOST_NODES, lambda node: node._sequence_nr() not in ends or numel_of(node) == 1)
+    code = walk(starts, _MOST_NODES, lambda node: node._sequence_nr() not in ends or numel_of(node) == 1)
     nodes = [node for node in code if dtype_of(node) and node._sequence_nr() not in products]
     in_half = any(dtype_of(node) is torch.float16 for node in nodes)
     functions = [node for node in nodes if "Loss" in operator_of(node) or operator_of(node) in _FUNCTIONS]

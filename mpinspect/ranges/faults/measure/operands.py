@@ -20,6 +20,9 @@ aten = torch.ops.aten
 _NUMBERS = OF_NARROW.having
 ADDITIONS = frozenset({aten.add, aten.add_, aten.sub, aten.sub_})
 DIFFERENCES = ADDITIONS | {aten.rsub}
+SUBTRACTIONS = frozenset({aten.sub, aten.sub_, aten.rsub})
+#: Products with a factor and quotients, by which loops decay averages and divide gradients.
+SCALING = frozenset({aten.mul, aten.mul_, aten.div, aten.div_})
 #: Operators that change no value but by its dtype.
 CASTS = frozenset({aten._to_copy, aten.copy_, aten.clone, aten.cat, aten.stack, aten.index, aten.index_select})
 _CLAMPS = frozenset({aten.clamp, aten.clamp_, aten.hardtanh, aten.hardtanh_})
@@ -290,9 +293,9 @@ def has_numbers(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype is not torch.bool and may_have_twin(value)
 
 
-def may_have_twin(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is strided, of torch's own class, and one of decisions, or of numbers in 32 bits or fewer."""
-    return tensor.dtype in (*_NUMBERS, torch.bool) and not tensor.is_meta and not is_strange(tensor)
+def may_have_twin(tensor: torch.Tensor, having: tuple[torch.dtype, ...] = _NUMBERS) -> bool:
+    """Return whether a tensor is strided, of torch's own class, and one of decisions, or of numbers in one of these dtypes."""
+    return tensor.dtype in (*having, torch.bool) and not tensor.is_meta and not is_strange(tensor)
 
 
 def is_decision(value: Any) -> bool:

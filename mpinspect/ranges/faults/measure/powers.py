@@ -136,7 +136,7 @@ class PowersOfScale:
         self._set(scale, 1.0)
         for before, after in zip(_tensors(given), _tensors(scaled), strict=False):
             self._set(after, _times(self._power(before), 1.0))
-        nodes = walk([each.grad_fn for each in _tensors(scaled) if each.grad_fn is not None], _MOST_NODES)
+        nodes = walk((each.grad_fn for each in _tensors(scaled)), _MOST_NODES)
         own = (type(each) for each in nodes if isinstance(each, torch.autograd.function.BackwardCFunction))
         names = (each.__name__.removesuffix("Backward") for each in own if not _is_of_torch(each))
         self._own_backwards = tuple(dict.fromkeys((*self._own_backwards, *names)))

@@ -9,19 +9,18 @@ import torch
 
 from mpinspect.ranges.capture.backward_scale import factor_of
 from mpinspect.ranges.faults.measure.kept_sums import KeptSums, follows
+from mpinspect.ranges.faults.measure.operands import SCALING, SUBTRACTIONS
 from mpinspect.ranges.faults.measure.twins import OF_NARROW, Marks
 from mpinspect.runtime.storages import has_storage, storage_key
 
 aten = torch.ops.aten
 
 _WIDE = frozenset({torch.float32, torch.float64})
-_SCALING = frozenset({aten.mul, aten.mul_, aten.div, aten.div_})
-_DIFFERENCES = frozenset({aten.sub, aten.sub_, aten.rsub})
 #: Operators that compute an element from the same elements of their arguments.
 _ELEMENTWISE = frozenset(
     {
-        *_SCALING,
-        *_DIFFERENCES,
+        *SCALING,
+        *SUBTRACTIONS,
         *(aten.add, aten.add_, aten.lerp, aten.lerp_, aten.addcmul, aten.addcmul_, aten.addcdiv, aten.addcdiv_),
         *(aten.clamp, aten.clamp_, aten.clone, aten._to_copy, aten.copy_),
     }
@@ -100,10 +99,10 @@ class ReadBack:
                 self._of.put(result, None)
             return
         read = given[0]
-        if operator in _DIFFERENCES and len(given) > 1 and storage_key(given[1].kept) == storage_key(read.kept):
+        if operator in SUBTRACTIONS and len(given) > 1 and storage_key(given[1].kept) == storage_key(read.kept):
             # The script computes the rounding error, and adds it later.
             self._kept.compensates(read.kept)
-        if operator in _SCALING:
+        if operator in SCALING:
             factor = factor_of(operator.__name__.rstrip("_"), args[1])
             read = read._replace(rate=1 - factor) if factor is not None and 0 < factor < 1 else read
         elif operator in (aten.lerp, aten.lerp_) and isinstance(args[2], float):

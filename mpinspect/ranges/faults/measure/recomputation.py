@@ -37,6 +37,7 @@ from mpinspect.ranges.faults.measure.operands import (
     is_strange,
     local_result,
     mapped,
+    may_have_twin,
     mutated_by,
     node_of,
     numbers_of,
@@ -502,10 +503,8 @@ class Recomputation:
         return tensor.to(self._widening.wide) if twin is None else twin
 
     def _may_have_twin(self, tensor: torch.Tensor) -> bool:
-        is_kept = tensor.dtype in self._widening.having or tensor.dtype is torch.bool
-        if self._widening.wide is torch.float64 and not computes_in_fp64(tensor.device):
-            return False
-        return is_kept and not tensor.is_meta and not is_strange(tensor)
+        has_wide = self._widening.wide is not torch.float64 or computes_in_fp64(tensor.device)
+        return has_wide and may_have_twin(tensor, self._widening.having)
 
     def _twin_or_wide(self, value: torch.Tensor, is_mutated: bool) -> torch.Tensor:
         if is_mutated:

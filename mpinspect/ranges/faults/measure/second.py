@@ -35,6 +35,7 @@ from mpinspect.ranges.faults.measure.operands import (
     ADDITIONS,
     CASTS,
     DIFFERENCES,
+    SCALING,
     Judged,
     Pending,
     clamps_for,
@@ -107,8 +108,6 @@ _AMPLIFYING = (
 _PASSING = CASTS | {aten.mul, aten.div, aten.sqrt, aten.sum, aten.mean, aten.mm, aten.bmm, aten.clamp, aten.clamp_min}
 #: Operators whose result depends on the magnitude of the smallest values.
 _LOGARITHMS = frozenset({aten.log, aten.log2, aten.log10})
-#: Operators by which a loop divides its gradients.
-_SCALING = frozenset({aten.mul, aten.mul_, aten.div, aten.div_})
 #: The least local error of a sum, relative to the norm of its exact result. Rounding a sum once makes at most 2^-9 in BF16.
 _LOST = 0.03
 #: Records of operators that lose most of a result.
@@ -304,7 +303,7 @@ class SecondComputation(Recomputation):
         for each in results:
             self._bounded.put(each, clamps_for(pending.func, pending.given[0]))
         operator, given = pending.func.overloadpacket, pending.given[0]
-        if operator in _SCALING and results and is_in_forward():
+        if operator in SCALING and results and is_in_forward():
             self._divided.multiplied(operator.__name__.rstrip("_"), given, pending.old, results[0], pending.frame)
         if operator is aten._to_copy and results:
             self._casts.made(given[0], results[0])

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mpinspect.numeric.formats import FLOAT16
 from mpinspect.ranges.capture.graph import dtype_of, graph, numel_of, operator_of
 from mpinspect.ranges.capture.largest import is_plain
 from mpinspect.ranges.capture.tally import dtype_name
@@ -486,7 +487,7 @@ def _beyond(node: Any, name: str) -> _Found:
         return None
     operator = operator_of(node)
     words = f"a power of {node._saved_exponent:g}" if operator == "Pow" else _BEYOND[operator]
-    return _argument(words, BEYOND_FLOAT16, exact.isfinite() & (exact.abs() >= _FLOAT16_END))
+    return _argument(words, BEYOND_FLOAT16, exact.isfinite() & (exact.abs() >= FLOAT16.overflow_edge))
 
 
 def _loss(node: Any, name: str) -> _Found:
@@ -616,8 +617,6 @@ _RULES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 #: Nodes that return their argument as it is, but for its dtype.
 _UNCHANGED = ("ToCopy", "Clone")
-#: Half a step beyond FP16's largest number, from where on numbers round to infinity.
-_FLOAT16_END = 65520.0
 #: torch's number for reduction="mean".
 _MEAN = 1
 #: Nodes that apply a mask to scores, and these with the nodes that may add one.
