@@ -117,7 +117,7 @@ def _found(node: Any, finders: _Finders) -> Singular | None:
     try:
         if is_packed(node):
             return None
-        found = find(node, node.name())
+        found = find(node)
     except (AttributeError, RuntimeError, IndexError, TypeError):
         # The saved tensor has another name, or a backward that has already run has freed it.
         return None
@@ -233,7 +233,7 @@ def saved_dim(node: Any) -> int:
 
 
 _Found = tuple[str, str, str, torch.Tensor] | None
-_Finder = Callable[[Any, str], _Found]
+_Finder = Callable[[Any], _Found]
 
 
 def _argument(operator: str, what: str, where: torch.Tensor, kind: str = "argument") -> _Found:
@@ -252,7 +252,7 @@ def _at_edge(operator: str, saved: str, *edges: tuple[str, Callable[[torch.Tenso
         edges: for each edge the words, and the function that returns where the elements show it.
     """
 
-    def find(node: Any, name: str) -> _Found:
+    def find(node: Any) -> _Found:
         kept = getattr(node, saved)
         named = ((what.replace("of zero,", f"{_zero(node)},") or _negative(node), where) for what, where in edges)
         found = (_argument(operator, what, where(kept)) for what, where in named)
@@ -261,12 +261,12 @@ def _at_edge(operator: str, saved: str, *edges: tuple[str, Callable[[torch.Tenso
     return find
 
 
-def _log(node: Any, name: str) -> _Found:
+def _log(node: Any) -> _Found:
     if getattr(node, "_saved_eps", None) is not None:
         # torch.logit clamps its argument.
         return None
     given = node._saved_self
-    edge = -float(name.startswith("Log1p"))
+    edge = -float(node.name().startswith("Log1p"))
     below = given < edge
     if bool(below.any()):
         return _argument("a logarithm", _negative(node), below)
@@ -308,7 +308,7 @@ def _maker(node: Any, operand: int = 0) -> Any:
     return node
 
 
-def _divide(node: Any, name: str) -> _Found:
+def _divide(node: Any) -> _Found:
     below = node._saved_other
     if below is None:
         return None
@@ -323,11 +323,11 @@ def _divide(node: Any, name: str) -> _Found:
     return "argument", "a division", _zero(node, 1).replace("of zero", "by zero"), zero
 
 
-def _infinite_numerator(node: Any, name: str) -> _Found:
+def _infinite_numerator(node: Any) -> _Found:
     return _infinities("a division", "of an infinity by a tensor that takes a gradient", node, "_saved_self", 1)
 
 
-def _infinite_factor(node: Any, name: str) -> _Found:
+def _infinite_factor(node: Any) -> _Found:
     what = "of an infinity and a tensor that takes a gradient"
     return _infinities("a product", what, node, "_saved_self", 1) or _infinities(
         "a product", what, node, "_saved_other", 0
@@ -358,9 +358,9 @@ def _parameter(node: Any) -> torch.Tensor | None:
     return None
 
 
-def _too_few(node: Any, name: str) -> _Found:
+def _too_few(node: Any) -> _Found:
     """Find a mean of nothing, or a deviation of so few elements that its divisor, their number less the correction, is zero."""
-    words = next(words for prefix, words in _OF_ELEMENTS.items() if name.startswith(prefix))
+    words = next(words for prefix, words in _OF_ELEMENTS.items() if node.name().startswith(prefix))
     sizes = getattr(node, "_saved_self_sym_sizes", None)
     sizes = node._saved_self.shape if sizes is None else sizes
     dims = getattr(node, "_saved_dim", None) or range(len(sizes))
@@ -377,20 +377,20 @@ def _of_too_few(words: str, number: int) -> _Found:
     return "argument", words, f"{TOO_FEW} {number_of(number, 'element')} (0/0)", nowhere
 
 
-def _ctc(node: Any, name: str) -> _Found:
+def _ctc(node: Any) -> _Found:
     """Find targets that have more labels than their input has frames, whose CTC loss is infinite."""
     if not bool(node._saved_log_probs.isfinite().all()):
         return None
     return _argument("a CTC loss", "of a target longer than its input", node._saved_result0.isinf())
 
 
-def _power(node: Any, name: str) -> _Found:
+def _power(node: Any) -> _Found:
     base, exponent = node._saved_self, node._saved_exponent
     if isinstance(exponent, torch.Tensor):
         is_given = base.isfinite() & exponent.isfinite() & (base != 0)
         return _argument("a power of numbers", "too large for its result", node._saved_result.isinf() & is_given)
     if exponent > 1:
-        return _difference(node, name)
+        return _difference(node)
     operator = f"a power of {exponent:g}"
     if exponent < 0:
         return _argument(operator, "of zero", base == 0)
@@ -401,7 +401,7 @@ def _power(node: Any, name: str) -> _Found:
     )
 
 
-def _product(node: Any, name: str) -> _Found:
+def _product(node: Any) -> _Found:
     """Find a non-finite constant factor of a product."""
     is_matrix = operator_of(node) in MATRIX_PRODUCTS
     operator = "a matrix product" if is_matrix else "a product"
@@ -480,7 +480,7 @@ def _dims(node: Any) -> list[int]:
     return [ctypes.c_int64(each).value for each in node._saved_dim]
 
 
-def _beyond(node: Any, name: str) -> _Found:
+def _beyond(node: Any) -> _Found:
     """Find results in FP16 that are beyond its range, though all operands are finite."""
     exact = _exact(node, _MOST_BEFORE) if dtype_of(node) is torch.float16 else None
     if exact is None:
@@ -490,11 +490,11 @@ def _beyond(node: Any, name: str) -> _Found:
     return _argument(words, BEYOND_FLOAT16, exact.isfinite() & (exact.abs() >= FLOAT16.overflow_edge))
 
 
-def _loss(node: Any, name: str) -> _Found:
+def _loss(node: Any) -> _Found:
     """Find a loss whose targets are all ignored, or a loss with non-finite targets or weights."""
     if node._saved_reduction == _MEAN and not node._saved_self.numel():
         return _of_too_few("a mean", 0)
-    if name.startswith("NllLoss") and node._saved_reduction == _MEAN and bool(node._saved_total_weight == 0):
+    if node.name().startswith("NllLoss") and node._saved_reduction == _MEAN and bool(node._saved_total_weight == 0):
         left_out = torch.ones_like(node._saved_target, dtype=torch.bool)
         return "argument", "a mean over targets", "that are all ignored (0/0)", left_out
     target = getattr(node, "_saved_target", None)
@@ -508,7 +508,7 @@ def _loss(node: Any, name: str) -> _Found:
     return _argument("a weighted loss", "with a weight that is infinite or NaN", ~weight.isfinite())
 
 
-def _difference(node: Any, name: str) -> _Found:
+def _difference(node: Any) -> _Found:
     """Find a non-finite difference from a constant, such as a target; ``node`` follows the difference and saved it."""
     kept, before = node._saved_self, node.next_functions[0][0]
     is_difference = before is not None and before.name().startswith(("Sub", "Rsub", "Add"))
@@ -530,7 +530,7 @@ def _takes_no_gradient(node: Any, place: int) -> bool:
     return place < len(edges) and edges[place][0] is None
 
 
-def _softmax(node: Any, name: str) -> _Found:
+def _softmax(node: Any) -> _Found:
     whole = node._saved_result.isnan().all(saved_dim(node))
     if not bool(whole.any()):
         return None
@@ -566,7 +566,7 @@ def _is_finite(node: Any) -> bool:
     return all(bool(each.isfinite().all()) for each in kept if is_plain(each))
 
 
-def _attention(node: Any, name: str) -> _Found:
+def _attention(node: Any) -> _Found:
     mask = node._saved_attn_mask
     if mask is None:
         return None

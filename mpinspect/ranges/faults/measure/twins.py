@@ -139,16 +139,13 @@ class Twins:
         values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(twin)
         self._set(tensor, values, is_cast, is_shared=False)
 
-    def share(self, tensor: torch.Tensor, source: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> bool:
-        """Let a cast have the twin, or else the values, of its source. Return False if their layouts differ."""
-        if not have_one_layout(tensor, twin):
-            return False
+    def share(self, tensor: torch.Tensor, source: torch.Tensor, twin: torch.Tensor, is_cast: bool) -> None:
+        """Let a cast have the twin, or else the values, of its source, which has the same layout."""
         self._borrowers[storage_key(twin)].append(storage_key(tensor))
         lender = self._of.get(storage_key(source))
         if lender is not None:
             self._of[storage_key(source)] = lender._replace(is_shared=True)
         self._set(tensor, flat(twin.detach()), is_cast, is_shared=True)
-        return True
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take tensors as exact."""

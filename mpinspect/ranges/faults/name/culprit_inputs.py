@@ -744,7 +744,7 @@ def _weights_exploded(case: Case) -> Iterator[Found]:
         # A scaler skips a forward that is not finite, too, although no loss scale makes it so.
         broken = [event for event in case.events if event.phase == "forward"]
     # In a saturating model all values stay finite, and the loss grows.
-    loss_ratio = max((each.loss_ratio or 0.0 for each in grown), default=0.0)
+    loss_ratio = max((each.loss_ratio for each in grown), default=0.0)
     first = min(grown, key=lambda each: each.step, default=None)
     # One weight may be recorded twice, the second time with the growth of the loss.
     at_once = list({each.name: each for each in grown if first is not None and each.step == first.step}.values())

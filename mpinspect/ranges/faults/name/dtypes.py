@@ -106,7 +106,7 @@ def _states_cast(case: Case) -> Iterator[Found]:
         },
         evidence={"before": before, "after": after, "line": line},
         # Squares of gradients that FP16 has made zero divide the next updates.
-        is_grave=any(each.step >= (found.step or 0) and moved_far(each) for each in case.recorded(WeightGrowth)),
+        is_grave=any(each.step >= found.step and moved_far(each) for each in case.recorded(WeightGrowth)),
     )
 
 

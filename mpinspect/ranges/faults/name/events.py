@@ -297,7 +297,7 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
     )
     count = max(len(steps), skipped)
     stepped = next((event for event in events if event.story == TAKEN), None)
-    severity, outcome, fix = _outcome(events, case, skipped, count)
+    severity, outcome, fix = _outcome(events, case, skipped)
     interval, largest = _short_interval(session), max(first.last_maxima, default=0.0)
     lowest = _lowest_scale(events)
     lowest_left = min((change.scale for change in session.progress.scales if change.scale), default=math.inf)
@@ -335,7 +335,7 @@ def _backward(events: Sequence[Event], case: Case) -> Found:
 
 
 def _outcome(
-    events: Sequence[Event], case: Case, skipped: int, count: int
+    events: Sequence[Event], case: Case, skipped: int
 ) -> tuple[str, tuple[_Backward, ...], tuple[_Backward, ...]]:
     """Return the severity, the outcome of the steps, and the fix."""
     session = case.session

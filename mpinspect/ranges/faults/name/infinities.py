@@ -230,7 +230,7 @@ def _infinite_in_optimizer(case: Case, of_optimizer: list[BornInfinite]) -> Iter
         return
     fix, _ = _remedy(born, None)
     # The weights that it steps on break the next forward.
-    is_grave = any(event.forward_finite is False and event.step > (born.step or 0) for event in case.events)
+    is_grave = any(event.forward_finite is False and event.step > born.step for event in case.events)
     says = Born.BEYOND.when(born.largest) or Born.FROM_ROUNDED_INPUTS
     yield found_at(born, says, fix, Born.PLAIN, {"at": _at(born, False)}, is_grave=is_grave)
 
@@ -253,9 +253,7 @@ def _follow_scale(case: Case) -> bool:
     """Return whether the exact results that overflow in several backwards vary as the loss scale, so that they contain it."""
     scales = {event.step: event.loss_scale for event in case.events}
     overflowed = (each for each in case.recorded(BornInfinite) if each.names[2] == "backward" and each.largest)
-    pairs = [
-        (math.log2(each.largest), math.log2(scale)) for each in overflowed if (scale := scales.get(each.step or 0))
-    ]
+    pairs = [(math.log2(each.largest), math.log2(scale)) for each in overflowed if (scale := scales.get(each.step))]
     if len({scale for _, scale in pairs}) <= 1:
         return False
     spread, unscaled = _spread(largest for largest, _ in pairs), _spread(largest - scale for largest, scale in pairs)

@@ -282,7 +282,7 @@ def _sum_stops(case: Case) -> Iterator[Found]:
     stopped = {frozen.names[:2] for frozen in case.recorded(FrozenBuffer)}
     for growing in by_place(case.recorded(GrowingSum), "total"):
         left = (growing.stops_at - growing.total) / growing.term
-        stops = left <= case.progress.steps - (growing.step or 0)
+        stops = left <= case.progress.steps - growing.step
         if growing.names[:2] in stopped or (not stops and growing.term % growing.unit == 0):
             # It has stopped, or loses nothing before the run ends.
             continue

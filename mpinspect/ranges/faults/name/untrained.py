@@ -443,7 +443,7 @@ def _parameters_not_optimized(case: Case) -> Iterator[Found]:
     parameters were unfrozen during the run.
     """
     for measured in case.recorded(NotOptimized):
-        idle, share = int(measured.idle or 0), measured.fraction
+        idle, share = int(measured.idle), measured.fraction
         unfrozen = int(measured.unfrozen)
         fix, code = _NotOptimized.MAKE_LAST, _NotOptimized.MOVE
         if unfrozen:
