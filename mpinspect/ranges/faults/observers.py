@@ -41,22 +41,8 @@ def diagnosing_observers(
     asked = (RecipeLosses(recipes, recording, layers),) if recipes else ()
     run = Run(layers, parameters, optimizers, Masters(parameters, optimizers), clock, recording)
     kinds = (
-        *(
-            Ledger,
-            LoopLines,
-            NewScalers,
-            ScalesUsed,
-            BesideScaler,
-            MasterGradients,
-            HandedOver,
-            Averaged,
-            Accumulation,
-            Buffers,
-            Autocasts,
-            SaturatedFunctions,
-            DtypeChanges,
-            StandingStill,
-        ),
+        *(Ledger, LoopLines, NewScalers, ScalesUsed, BesideScaler, MasterGradients, HandedOver, Averaged, Accumulation),
+        *(Buffers, Autocasts, SaturatedFunctions, DtypeChanges, StandingStill),
         *(Examination, LossNodes, AskedGradients, FlushedStates),
     )
     return (*(kind(run) for kind in kinds), *asked)

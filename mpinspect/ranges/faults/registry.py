@@ -40,19 +40,21 @@ FIRST: tuple[Fault, ...] = (ranks.RANK_ENDED_EARLY,)
 OF_SECOND: tuple[Fault, ...] = (*coarse.FAULTS, *infinities.FAULTS, *decisions.FAULTS, *lost_values.FAULTS)
 #: Faults of loss scales.
 OF_SCALING: tuple[Fault, ...] = (*scaling.FAULTS, *scaler_missing.FAULTS)
+#: Faults of what the training loop does between its backwards and its steps.
+OF_LOOP: tuple[Fault, ...] = (
+    *(gradients_lost.NEVER_UPDATED, gradients_lost.STEPS_STOPPED, *gradients_lost.GONE),
+    *replaced.FAULTS,
+    *gradients_lost.OF_EARLIER_STEPS,
+    *unscaling.FAULTS,
+    *dtypes.OF_AUTOCAST,
+)
 #: Faults that name a cause, roughly in the order of how much they explain.
 DIAGNOSES: tuple[Fault, ...] = (
     *prepared.FAULTS,
     *culprit_inputs.FAULTS,
     *OF_SECOND,
     *narrow.FAULTS,
-    gradients_lost.NEVER_UPDATED,
-    gradients_lost.STEPS_STOPPED,
-    *gradients_lost.GONE,
-    *replaced.FAULTS,
-    *gradients_lost.OF_EARLIER_STEPS,
-    *unscaling.FAULTS,
-    *dtypes.OF_AUTOCAST,
+    *OF_LOOP,
     *untrained.WITHOUT_GRADIENT,
     *OF_SCALING,
     *refused.FAULTS,
@@ -83,20 +85,7 @@ _IN_RANGES = OF_LOSS_SCALE.union(
 )
 _EVENT = "non-finite-event"
 #: The ids of findings that are placed in the training loop if they name neither a layer nor a line.
-_OF_LOOP = {
-    fault.id
-    for fault in (
-        gradients_lost.NEVER_UPDATED,
-        gradients_lost.STEPS_STOPPED,
-        *gradients_lost.GONE,
-        *replaced.FAULTS,
-        *gradients_lost.OF_EARLIER_STEPS,
-        *unscaling.FAULTS,
-        *dtypes.OF_AUTOCAST,
-        *refused.FAULTS,
-        *OF_SCALING,
-    )
-}
+_IN_LOOP = {fault.id for fault in (*OF_LOOP, *refused.FAULTS, *OF_SCALING)}
 _LOOP, _OPTIMIZER = "the training loop", "the optimizer"
 #: The parts of the training that are to blame, for findings without a layer or a line.
 _PARTS = {
@@ -137,7 +126,7 @@ def part_of(finding: Finding) -> str:
 
     Of the training loop and the optimizer that is the line to change, if it is known.
     """
-    part = _LOOP if finding.id in _OF_LOOP else _PARTS.get(finding.id, "")
+    part = _LOOP if finding.id in _IN_LOOP else _PARTS.get(finding.id, "")
     return str((part in (_LOOP, _OPTIMIZER) and finding.evidence.get("change_at")) or part)
 
 
