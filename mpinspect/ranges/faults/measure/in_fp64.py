@@ -37,12 +37,8 @@ _OF_WHOLE, _KEPT = 0.1, 0.5
 _LARGE_WEIGHT = 2.0**10
 #: The places of the two factors of a product among an operator's arguments.
 _FACTORS = {
-    aten.mm: (0, 1),
-    aten.bmm: (0, 1),
-    aten.addmm: (1, 2),
-    aten.baddbmm: (1, 2),
-    aten.convolution: (0, 1),
-    aten.convolution_backward: (1, 2),
+    **dict.fromkeys((aten.mm, aten.bmm, aten.convolution), (0, 1)),
+    **dict.fromkeys((aten.addmm, aten.baddbmm, aten.convolution_backward), (1, 2)),
 }
 _BATCHED = frozenset({aten.bmm, aten.baddbmm})
 _CONVOLUTIONS = frozenset({aten.convolution, aten.convolution_backward})
