@@ -550,7 +550,9 @@ class StepChoice:
         """Handle the records of a chosen step: once one has the infinity or NaN, no further step is needed for it."""
         errors = (each.error for each in records if isinstance(each, GradientsError) and each.text != FLOAT32.name)
         least, most = _UNEXPLAINED
-        if self._left_for_errors and least <= max(errors, default=0.0) < most:
+        # Of earlier steps the next planned one comes soon.
+        is_late = self._left_for_errors and self._begun >= LATER_STEPS[0]
+        if is_late and least <= max(errors, default=0.0) < most:
             self._left_for_errors -= 1
             self.choose((2 * self._begun,))
         broken = (record for record in records if isinstance(record, (BornInfinite, BrokenAlike)))
