@@ -516,19 +516,9 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         if is_of_unknown_origin(measured) and _is_origin_known(case):
             return
         event = _event_at(case, measured.step)
-        operation = measured.text.replace(ROUNDED_DIFFERENCE, "")
-        # Code that leaves the NaN of a negative number out of the loss expects such numbers, whatever made them.
-        is_left_out = bool(measured.loss_finite) and "negative number" in operation
-        is_rounded = measured.text != operation and not is_left_out
-        fix, code = next(
-            (both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None)
-        )
-        if is_left_out:
-            fix, code = _Argument.WHERE_FIRST, _ArgumentCode.WHERE_FIRST
         rounded = of_operation(case.recorded(RoundedArgument), measured)
         difference = rounded.names[3] if rounded else ""
-        if difference and fix is _Argument.AT_AN_EDGE:
-            fix, code = _REMEDIES["rounded to 16 bits"]
+        fix, code = _remedy(measured, difference)
         also = _Argument.EQUAL_TERMS.when(fix is _Argument.ROUNDED_DIFFERENCE and "of zero" in measured.text)
         at_an_edge = fix is _Argument.AT_AN_EDGE
         is_narrow = _is_narrow(measured, case) and (at_an_edge or fix is _Argument.EXP)
@@ -538,7 +528,7 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
         lines, further = _lines(case, measured)
         line = "".join(lines) * (len(lines) == 1)
         words = {
-            "operator": operation,
+            "operator": measured.text.replace(ROUNDED_DIFFERENCE, ""),
             "place": _place(_module(case, measured), event),
             "places": bracketed(" or ".join(lines), _elements(measured), _rows(measured)),
             "cast": cast,
@@ -556,7 +546,9 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             [
                 _Argument.COMPUTES,
                 _Argument.NEAREST.when(nearest),
-                _Argument.OF_ROUNDED_TERMS.when(is_rounded),
+                _Argument.OF_ROUNDED_TERMS.when(
+                    ROUNDED_DIFFERENCE in measured.text and fix is not _Argument.WHERE_FIRST
+                ),
                 _effect(measured, event),
                 _Argument.ROUNDED.when(rounded),
                 _Argument.FURTHER.when(further),
@@ -570,6 +562,15 @@ def _argument_out_of_range(case: Case) -> Iterator[Found]:
             before=[nearest.names[1]] if nearest else [difference, *lines, *further],
         )
         return
+
+
+def _remedy(measured: ExaminedArgument, difference: str) -> tuple[Sentences, Sentences | None]:
+    """Return the change and its code; ``difference``: the place of the rounded sum or difference before it, "" without one."""
+    if measured.loss_finite and "negative number" in measured.text:
+        # Code that leaves its NaN out of the loss expects such numbers, whatever made them.
+        return _Argument.WHERE_FIRST, _ArgumentCode.WHERE_FIRST
+    fix, code = next((both for word, both in _REMEDIES.items() if word in measured.text), (_Argument.AT_AN_EDGE, None))
+    return _REMEDIES["rounded to 16 bits"] if difference and fix is _Argument.AT_AN_EDGE else (fix, code)
 
 
 def _nearest_end(case: Case, measured: Examined) -> NearestEnd | None:
