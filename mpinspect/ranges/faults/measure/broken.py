@@ -69,6 +69,8 @@ class Broken:
         self._all_fates: list[_Fate] = []
         #: The operators whose infinities have changed a result of the graph, or a tensor in place.
         self._harmful: set[BornInfinite] = set()
+        #: Those whose infinities have made a backward infinite or NaN that is finite in FP32.
+        self._fatal: set[BornInfinite] = set()
         self._alike: list[BrokenAlike] = []
         #: Whether gradients of other ranks have been added, so that infinities may be theirs.
         self.is_exchanged = False
@@ -140,7 +142,9 @@ class Broken:
         born, of_precision = broken & local.isfinite(), broken & twin.isfinite()
         if not is_in_forward() and bool(of_precision.any()):
             reached = filter(None, map(self._fates.of, numbers_of(pending.given[0])))
-            self._harmful.update(*(fate.records for fate in reached))
+            fatal = frozenset[BornInfinite]().union(*(fate.records for fate in reached))
+            self._harmful |= fatal
+            self._fatal |= fatal
         if bool(born.any()) and value.dtype in OF_NARROW.narrow:
             self._add(judged, born, float(local[born].abs().max()))
         elif self.born:
@@ -198,6 +202,8 @@ class Broken:
         followed = {each for fate in self._all_fates for each in fate.records}
         ended_in = {each for fate in self._all_fates if fate.is_of_graph and not fate.is_taken for each in fate.records}
         unused = followed - ended_in - self._harmful
+        # A mask breaks no backward.
+        self.born = [replace(each, is_negative=0.0) if each in self._fatal else each for each in self.born]
         self.born = [replace(each, is_unused=1.0) if each in unused else each for each in self.born]
         self.born.sort(key=lambda each: each.is_unused)
         return [

@@ -52,6 +52,8 @@ _MOST_BACKWARDS, _MOST_IF_LOST = 4, 32
 _HOW_CALLED = {None: "not_called", True: "called", False: "without_graph"}
 #: Ratios that differ by at most this relative amount count as equal, because FP32 rounds each element separately.
 _SAME = 1e-3
+#: The least limit of a clip that may contain the loss scale, and its least part of the scale: limits of true gradients are small.
+_SCALED_LIMIT, _OF_SCALE = 64.0, 0.05
 #: torch adds it to the norm by which it divides a limit.
 _EPSILON = 1e-6
 #: A clip that multiplies scaled gradients by less changes the step.
@@ -92,6 +94,7 @@ class _Step:
         is_scaled: whether a scaler multiplied losses.
         scale: the loss scale of the last backward; None if the host does not know it.
         clip: the limit and the norm of the first clip of gradients that carry the loop's own scale; None without one.
+        has_scaled_limit: whether the limit of a clip seems to have been multiplied by the loss scale.
         multiplied_by: the constant factor that the loop applied to the loss of the last backward; None without one.
         lr: the learning rate of the first parameter group of the last optimizer that stepped; NaN if it is no number or the
             optimizer is not torch's.
@@ -118,6 +121,7 @@ class _Step:
     is_scaled: bool = False
     scale: float | None = None
     clip: tuple[float, HostCopy] | None = None
+    has_scaled_limit: bool = False
     multiplied_by: float | None = None
     lr: float = math.nan
     scaled: set[str] = field(default_factory=set)
@@ -228,11 +232,12 @@ class HandedOver(Measuring):
         self._now.lost.last = self._now.moments["given"][-1]
 
     def clipping(self, parameters: list[WatchedParameter], limit: object, norm: torch.Tensor) -> None:
-        """Record the gradients that a loop with a scale of its own is about to clip."""
+        """Record the gradients that a loop with a scale of its own is about to clip, and whether the limit contains the scale."""
         is_first = self.at_work and not self._now.is_scaled and self._now.clip is None and is_plain(norm)
         # A loop may clip to infinity for the norm alone.
-        largest = float(limit) if isinstance(limit, (int, float)) else math.inf
-        if is_first and largest < math.inf and (self._now.scale or 0) > 1:
+        largest, scale = float(limit) if isinstance(limit, (int, float)) else math.inf, self._now.scale or 0.0
+        self._now.has_scaled_limit |= scale > 1 and max(_SCALED_LIMIT, _OF_SCALE * scale) <= largest < math.inf
+        if is_first and largest < math.inf and scale > 1:
             self._now.clip = largest, HostCopy(norm.detach().reshape(1).float())
             self._add("clipped", parameters)
 
@@ -397,7 +402,7 @@ def _changed(seen: _Step) -> Iterator[Record]:
         return
     yield from _divided_too_often(seen, scaled)
     factors = ratios(given, scaled)
-    names = _named(factors)
+    names = () if seen.has_scaled_limit else _named(factors)
     at_limit = max(Counter(scaled[name] for name in names).values(), default=0)
     yield _change(ChangedWhileScaled, factors, names, at_limit=float(at_limit))
     # A gradient that is None at the optimizer's step counts as zero.
@@ -429,7 +434,7 @@ def _clipped_by_loop(seen: _Step, given: Mapping[str, float], handed: Mapping[st
     """Return the change by a clip of gradients that the loop divides by its own scale afterwards."""
     undivided = {name for name, ratio in ratios(given, seen.read("clipped")).items() if ratio == 1}
     changed = _change(Change, {name: each for name, each in ratios(given, handed).items() if name in undivided}, ())
-    if seen.clip is None or not changed.is_uniform or not seen.scale:
+    if seen.clip is None or seen.has_scaled_limit or not changed.is_uniform or not seen.scale:
         return ChangedWhileScaled(factor=1.0)
     limit, norm = seen.clip
     clip = limit / (float(norm.values()[0]) + _EPSILON)

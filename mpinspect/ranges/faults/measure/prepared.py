@@ -233,7 +233,8 @@ class PreparedTensors(Recomputation):
 
     def _of_result(self, value: torch.Tensor, twin: torch.Tensor) -> PreparedError | None:
         """Return the record of a tensor that was computed; None if it is close to its twin, or the twin is not finite either."""
-        if not is_finite(twin):
+        # What a cast has rounded off, as a compensated sum keeps it, is zero in exact arithmetic.
+        if not is_finite(twin) or not bool(twin.any()):
             return None
         if self._is_of_fp32:
             return self._of_result_in_fp32(value, twin)

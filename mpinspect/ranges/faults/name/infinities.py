@@ -469,7 +469,8 @@ def _broke_at(bound: RoundedBound, event: Event, case: Case) -> bool:
     """Return whether a forward broke where the operator runs: in its module or the loss, and in no other known operation."""
     if event.phase == "backward" and event.forward_finite:
         # At the bound the operator's derivative is infinite.
-        return event.after and event.module == bound.name
+        others = (born for born in case.recorded(BornInfinite) if born.names[1] != bound.names[1])
+        return event.after and event.module == bound.name and not any(born.step >= event.step for born in others)
     if event.forward_finite is not False or event.given:
         return False
     if any(born.names[:3] != bound.names[:3] for born in case.recorded(BornInfinite) if born.names[2] == "forward"):

@@ -582,7 +582,7 @@ def _despite(scales: Sequence[float]) -> str:
 
 
 def _without_growth(case: Case) -> list[Event]:
-    """Return the overflows after the first search if the scale cannot have grown between them; [] if it can."""
+    """Return the overflows after the first search if the scale cannot have grown between most of them; [] if it can."""
     skips, intervals = skips_of(case), [scaler.growth_interval for scaler in case.scalers if scaler.growth_interval]
     later = skips[len(_opening(skips)) :]
     gaps = [after.step - before.step for before, after in pairwise(later)]
@@ -590,9 +590,9 @@ def _without_growth(case: Case) -> list[Event]:
         return []
     scales = [event.loss_scale for event in later if event.loss_scale]
     has_grown = any(after > before for before, after in pairwise(scales))
-    if not intervals or min(gaps) >= min(intervals) or len(scales) < len(later) or has_grown:
+    if not intervals or len(scales) < len(later) or has_grown:
         return []
-    return later
+    return later if 2 * sum(gap < min(intervals) for gap in gaps) > len(gaps) else []
 
 
 def _periodic(case: Case) -> list[Event]:

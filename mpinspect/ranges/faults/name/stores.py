@@ -20,7 +20,15 @@ from mpinspect.reporting.sentences import Sentences
 from mpinspect.reporting.words import by_number, filled, number_of
 
 #: The optimizer's setting that is the share of a state that each step keeps, by the state's name.
-_KEPT = {"exp_avg": "beta1", "exp_avg_sq": "beta2", "momentum_buffer": "momentum", "square_avg": "alpha"}
+_KEPT = {
+    "exp_avg": "beta1",
+    "exp_avg_sq": "beta2",
+    "momentum_buffer": "momentum",
+    "square_avg": "alpha",
+    # In optimizers that a script writes itself.
+    "m": "beta1",
+    "v": "beta2",
+}
 #: torch's default weight decay in AdamW, which many scripts have without having chosen it.
 _DEFAULT_DECAY = 0.01
 #: Optimizers that shrink the weights themselves; the others add the decay to the gradient.

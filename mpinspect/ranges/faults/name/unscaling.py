@@ -95,9 +95,9 @@ class _Unscale(Sentences):
 def _unscale_missing(case: Case) -> Iterator[Found]:
     """Gradients that were clipped, changed otherwise, or stepped with while they were multiplied by the loss scale.
 
-    False alarms: Division by a whole number of micro-batches is not reported. A limit that was multiplied by the loss scale
-    on purpose is reported. Gradients of at most twice their true size are taken to have been unscaled by hand, and an optimizer's
-    step with them is not reported.
+    False alarms: Division by a whole number of micro-batches is not reported, nor is a limit of ``clip_grad_norm_`` that is so
+    large that it seems to contain the loss scale. Gradients of at most twice their true size are taken to have been unscaled by
+    hand, and an optimizer's step with them is not reported.
     """
     changed = _changed(case)
     scales = {change.scale for change in case.progress.scales}
