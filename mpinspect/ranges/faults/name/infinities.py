@@ -16,6 +16,7 @@ from mpinspect.ranges.faults.name.culprit_inputs import (
 from mpinspect.ranges.faults.name.fault import AFTER_BREAK, TWICE, Fault, Found
 from mpinspect.ranges.faults.name.forward import InVain
 from mpinspect.ranges.faults.name.operators import (
+    AT_ZERO,
     CASTS,
     LogSoftmax,
     expression,
@@ -131,8 +132,6 @@ _SUMS = ("sum", "mean", "index_add", "index_put", "scatter_add", "cumsum", "lina
 _PRODUCTS = ("mul", "pow")
 #: The error of all gradients, relative to their size, from which on an overflow has spoilt them.
 _SPOILT = 0.9
-#: Operators that are infinite at zero.
-_AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 
 
 def _overflow_in_operator(case: Case) -> Iterator[Found]:
@@ -290,7 +289,7 @@ def _how(born: BornInfinite, origin: BornInfinite | None) -> Born:
 
 def _remedy(born: BornInfinite, origin: BornInfinite | None) -> tuple[Said, Said]:
     operator = born.names[0]
-    is_epsilon = not born.largest and operator.rstrip("_") in _AT_ZERO and born.text == FLOAT16.name
+    is_epsilon = not born.largest and operator.rstrip("_") in AT_ZERO and born.text == FLOAT16.name
     # The operators that take a large result would round it again.
     casts = ((Born.CAST_INPUTS, Born.CAST_BOTH), (Born.CAST_ON, Born.CAST_BOTH_ON))[bool(born.largest)]
     cast = casts[origin is not None]

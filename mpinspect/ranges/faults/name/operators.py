@@ -16,6 +16,8 @@ from mpinspect.reporting.words import bracketed
 
 #: An error of the gradients from which on rounding matters: BF16 alone makes some 1%.
 MATTERS = 0.1
+#: Operators that are infinite at zero.
+AT_ZERO = ("div", "log", "pow", "reciprocal", "rsqrt")
 #: Operators whose backward multiplies and adds up over the batch.
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "convolution", "linear"})
 #: The least share of the growth of errors for which a line is to blame.

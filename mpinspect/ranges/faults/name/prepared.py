@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from mpinspect.numeric.formats import FLOAT32, FORMATS
 from mpinspect.ranges.faults.name.case import Case
 from mpinspect.ranges.faults.name.fault import Fault, Found
-from mpinspect.ranges.faults.name.operators import MATTERS, expression, found_at, percent_up_to
-from mpinspect.ranges.records import ROUNDED_DIFFERENCE, ChangedChoices, ExaminedArgument, PreparedError
+from mpinspect.ranges.faults.name.operators import AT_ZERO, MATTERS, expression, found_at, operator_named, percent_up_to
+from mpinspect.ranges.records import ROUNDED_DIFFERENCE, BrokenAlike, ChangedChoices, ExaminedArgument, PreparedError
 from mpinspect.reporting.sentences import Sentences
 
 
@@ -84,8 +84,8 @@ def _is_inexact(case: Case) -> Iterator[Found]:
             says = _Prepared.FLUSHED
         elif prepared.ones:
             says, fix, code = _Prepared.ONES, _Prepared.KEEP_IN_FP32, _Prepared.KEEP
-        zero = next((each for each in case.recorded(ExaminedArgument) if "zero" in each.text), None)
-        if prepared.ones and zero is None:
+        operation, broken_step = _at_zero(case, prepared.text)
+        if prepared.ones and not operation:
             # Nothing shows that such a difference matters.
             continue
         if prepared.equal and not any(each.is_of_crowded_table for each in case.recorded(ChangedChoices)):
@@ -96,8 +96,8 @@ def _is_inexact(case: Case) -> Iterator[Found]:
             "of": int(prepared.elements),
             "flushed": int(prepared.flushed),
             "ones": int(prepared.ones),
-            "operation": zero and zero.text.replace(ROUNDED_DIFFERENCE, ""),
-            "broken_step": zero and zero.step,
+            "operation": operation,
+            "broken_step": broken_step,
             "most": 2.0 ** (FORMATS[prepared.text].mantissa_bits + 1),
         }
         yield found_at(
@@ -112,6 +112,21 @@ def _is_inexact(case: Case) -> Iterator[Found]:
             is_inferred=bool(prepared.ones),
             step=None,
         )
+
+
+def _at_zero(case: Case, dtype: str) -> tuple[str, int | None]:
+    """Return the operation that broke at zero and its step; "" and None without one.
+
+    ``dtype``: that of the zero, if a step that was computed twice shows the operation.
+    """
+    for examined in case.recorded(ExaminedArgument):
+        if "zero" in examined.text:
+            return examined.text.replace(ROUNDED_DIFFERENCE, ""), examined.step
+    for broken in case.recorded(BrokenAlike):
+        operator, line = broken.names[:2]
+        if broken.from_finite and operator.rstrip("_") in AT_ZERO and broken.text == dtype:
+            return f"{operator_named(operator)} ({line})", broken.step
+    return "", None
 
 
 class _InFP32(Sentences):
