@@ -266,6 +266,18 @@ def clipped_scaled(broken):
     return train(model, optimizer, scaler=scaler, autocast=torch.float16, before_step=clip)
 
 
+@pytest.mark.parametrize(("of_scale", "is_told"), [(False, True), (True, False)])
+def test_a_limit_that_is_multiplied_by_the_loss_scale_needs_no_unscaling(of_scale, is_told):
+    model = mlp()
+    optimizer, scaler = sgd(model), cpu_scaler(2.0**12)
+
+    def clip(step):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05 * (scaler.get_scale() if of_scale else 1.0))
+
+    report = train(model, optimizer, scaler=scaler, autocast=torch.float16, before_step=clip)
+    assert ("unscale-missing" in ids(report)) == is_told
+
+
 def norm_of(parameters, dtype):
     return sum((parameter.grad.to(dtype) ** 2).sum() for parameter in parameters) ** 0.5
 

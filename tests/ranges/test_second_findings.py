@@ -9,6 +9,7 @@ from analysis_sessions import session_of, spread, weight
 from trainings import cpu_scaler, inspected
 
 from mpinspect.ranges.records import (
+    BEFORE_STEPS,
     AbsorbedOperand,
     AmplifiedError,
     BornInfinite,
@@ -29,6 +30,7 @@ from mpinspect.ranges.records import (
     GradientsError,
     LostSum,
     MixedPowers,
+    PreparedError,
     ReadNumber,
     RoundedArgument,
     RoundedBound,
@@ -752,6 +754,22 @@ def in_backward(step, scale, *maxima):
     return Event(step, 0, "backward", "0", "activation", "0", "inf", scale, maxima, True, True)
 
 
+@pytest.mark.parametrize(
+    ("operator", "from_finite", "is_told"), [("div", True, True), ("div", False, False), ("exp", True, False)]
+)
+def test_a_number_that_a_cast_makes_one_is_told_if_a_step_computed_twice_divides_by_zero(
+    operator, from_finite, is_told
+):
+    names = ("_to_copy", "train.py:5", BEFORE_STEPS)
+    prepared = PreparedError(names=names, text="bfloat16", elements=1000, value=1.0, exact=0.998, ones=10.0)
+    names = (operator, "train.py:9", "forward")
+    broken = BrokenAlike(step=17, names=names, text="bfloat16", elements=1, of=16, from_finite=from_finite)
+    found = findings(prepared, broken)
+    assert ("prepared-in-16-bits" in found) == is_told
+    if is_told:
+        assert "div (train.py:9), in step 17" in found["prepared-in-16-bits"].message
+
+
 def test_a_mixture_explains_the_skipped_steps_that_it_makes():
     events = tuple(in_backward(step, 2.0 ** (20 - step)) for step in range(8))
     found = findings(mixed("number"), precision=FP16, events=events)
@@ -765,9 +783,10 @@ def test_a_mixture_of_gradients_is_not_reported_in_addition_to_a_measurement_of_
     assert "scaled-plus-unscaled" not in findings(mixed("optimizer"), measured)
 
 
+@pytest.mark.parametrize("state", ["exp_avg_sq", "v"])
 @pytest.mark.parametrize(("weights", "fix"), [("float32", "in FP32 already"), ("bfloat16", "Keep the weights")])
-def test_moments_in_16_bits_of_fp32_weights_are_the_optimizers_choice(weights, fix):
-    optimizer = OptimizerRecord("Adam16", {"beta2": 0.999}, {weights: 10}, {"exp_avg_sq": "bfloat16"})
+def test_moments_in_16_bits_of_fp32_weights_are_the_optimizers_choice(weights, fix, state):
+    optimizer = OptimizerRecord("Adam16", {"beta2": 0.999}, {weights: 10}, {state: "bfloat16"})
     finding = findings(precision=Precision({weights: 10}, optimizers=(optimizer,)))["moments-cannot-decay"]
     assert fix in finding.fix
 

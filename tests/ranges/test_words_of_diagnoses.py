@@ -559,6 +559,17 @@ def test_recurring_overflows_are_reported_with_their_steps(scales, words):
     assert "if step in (5, 8, 11):" in finding.code
 
 
+@pytest.mark.parametrize(("steps", "is_told"), [((5, 106, 207, 265), False), ((5, 45, 85, 190), True)])
+def test_overflows_between_which_the_scale_grows_do_not_recur(steps, is_told):
+    """A scaler that grows every 100 steps overflows at the same scale again."""
+    events = tuple(overflow(step, 64, "2") for step in steps)
+    scaler = ScalerRecord("GradScaler", True, 64.0, 100.0)
+    precision = Precision({"float32": 10}, autocast=("float16",), scalers=(scaler,))
+    progress = Progress(1000, 1000, 0, 1000, True)
+    session = session_of({weight("w"): FINE}, progress=progress, precision=precision, events=events)
+    assert ("overflow-recurs" in ids(session)) == is_told
+
+
 def packed_in(dtype):
     """Return hooks that pack saved tensors in a dtype, and the widest value as an activation that overflows FP16."""
     return torch.autograd.graph.saved_tensors_hooks(lambda x: (x.dtype, x.to(dtype)), lambda kept: kept[1].to(kept[0]))

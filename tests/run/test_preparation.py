@@ -92,6 +92,17 @@ def test_a_schedule_that_a_cast_makes_one_is_named_if_a_division_by_zero_breaks_
     assert [(each.severity, each.certainty) for each in found] == [("error", "inferred")] * (is_broken and is_schedule)
 
 
+@pytest.mark.parametrize("is_residual", [True, False])
+def test_the_residual_of_a_cast_is_no_error(is_residual, tmp_path):
+    exact = torch.linspace(0.1, 1, 300)
+    with watched(tmp_path) as run:
+        high = exact.bfloat16()
+        low = ((exact if is_residual else exact - 1e-3) - high.float()).bfloat16()
+        _trained()
+    assert low.any()
+    assert len(_errors(run)) == (not is_residual)
+
+
 def test_zeros_of_flushed_elements_are_counted_if_they_were_not_negligible(tmp_path):
     with watched(tmp_path) as run:
         inverse = torch.tensor([6e7, 2e6, 1.5e5]).reciprocal().half()
