@@ -1,7 +1,7 @@
 """A noise schedule is stored in FP16: its first entry rounds to 1, and a weight of a / (1 - a) divides by zero."""
 
 # Thread: https://github.com/TiankaiHang/Min-SNR-Diffusion-Training/issues/2
-# Finding: breaks-in-fp32-too, from step 2
+# Finding: prepared-in-16-bits
 import torch
 from torch import nn
 
