@@ -60,9 +60,9 @@ def test_a_check_on_the_stand_in_device_passes(printed: str, check: str) -> None
 def test_faults_of_the_gallery_are_named_on_the_stand_in_device(printed: str, tmp_path: Path) -> None:
     """The others, too: ``python tests/gallery_on_a_device.py`` runs the whole gallery."""
     script = Path(__file__).parents[1] / "gallery_on_a_device.py"
-    only = ["log_of_zero", "norm_at_zero", "forgotten_step"]
+    only = ["log_of_zero", "norm_at_zero", "forgotten_step", "weights_by_variance"]
     _, out, err = warm.run(tmp_path, ["-W", "ignore", str(script), "--jobs", "2", "--only", *only])
-    assert "3 of 3 faults named with module and step" in out, out + err
+    assert "4 of 4 faults named with module and step" in out, out + err
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------------

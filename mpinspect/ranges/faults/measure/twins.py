@@ -270,7 +270,8 @@ def distance(one: torch.Tensor, twin: torch.Tensor) -> float:
     room = torch.empty(min(_PIECE, one.numel()) * one.is_cpu, dtype=twin.dtype, device="cpu")
     norms = []
     for left, right in _pieces(one, twin):
-        is_small = left.dim() == 1 and len(left) <= len(room)
+        # Also one without elements, which would fit, may be on a device.
+        is_small = one.is_cpu and left.dim() == 1 and len(left) <= len(room)
         off = room[: len(left)].copy_(left).sub_(right) if is_small else left.to(right.dtype) - right
         norms.append(float(off.norm()))
     return math.hypot(*norms)
