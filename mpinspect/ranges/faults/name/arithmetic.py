@@ -204,13 +204,20 @@ def _positions_collapse(case: Case) -> Iterator[Found]:
         says = _Whole.COLLAPSED
         if measured.stored:
             says, fix, code = _Whole.STORED, _Whole.STORE_WHOLE, _Whole.WHOLE_COLUMN
+        # Numbers that the script has stored were lost before the first step.
+        step = None if measured.stored else measured.step
         words = {
             "place": module_named(measured.name) + bracketed(line) if measured.name or not line else line,
             "which": _whole_numbers(measured, operator),
             "dtype": measured.text,
             "before_use": filled(" before they {}", used),
         }
-        more = {"layer": measured.name, "is_inferred": not measured.is_table, "before": [line] * bool(line)}
+        more = {
+            "layer": measured.name,
+            "is_inferred": not measured.is_table,
+            "before": [line] * bool(line),
+            "step": step,
+        }
         evidence = {"dtype": measured.text, "line": line}
         yield Found.of(case, [measured], says, fix, code, words=words, evidence=evidence, **more)
 
